@@ -8,13 +8,16 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+from datakit.files.durable import FileDigest
 from datakit.store.claim import claim
 from datakit.store.manifest import FILE_NAME, Manifest
 from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.token_store import TokenStore, open_made
-from threefold.errors import UserError
+from datakit.store.tokenizer_copy import damaged
+from threefold.errors import UserError, quoted
 
 
 def merge(
@@ -34,10 +37,21 @@ def merge(
         for (source, digest), name in zip(sources, manifest.files(), strict=True):
             place.place_file(source, name, digest, copy=copy)
         for name, digest in manifest.tokenizer_files.items():
-            keeper = next(store.path for store in opened if name in store.manifest.tokenizer_files)
-            place.place_file(keeper / name, name, digest, copy=copy)
+            place.place_file(sound_copy(opened, name, digest), name, digest, copy=copy)
         place.commit({FILE_NAME: manifest.encode()})
     return open_made(place.place, manifest)
+
+
+def sound_copy(stores: Sequence[TokenStore], name: str, digest: FileDigest) -> Path:
+    """Return where the first store with a sound copy has a file of its tokenizer; CheckFailed if none has one."""
+    keepers = [store for store in stores if store.manifest.tokenizer_files.get(name) == digest]
+    for store in keepers:
+        content = store.read_small(name)
+        if content is not None and FileDigest.of(content) == digest:
+            return store.path / name
+    place = keepers[0].place
+    way_out = f"cp FILE {quoted(f'{place}/{name}')} puts it back, if FILE is the tokenizer that made the store"
+    raise damaged(place, name, "is missing or damaged", way_out)
 
 
 def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:

@@ -62,18 +62,19 @@ def open_copy(place: str, files: Mapping[str, FileDigest], read: Callable[[str],
     with tempfile.TemporaryDirectory(prefix="datakit-", dir=temporary_folder()) as folder:
         for name, digest in files.items():
             if digest.size_bytes > MAX_FILE_BYTES:
-                raise _damaged(place, name, f"has {digest.size_bytes} bytes, more than a tokenizer's {MAX_FILE_BYTES}")
+                raise damaged(place, name, f"has {digest.size_bytes} bytes, more than a tokenizer's {MAX_FILE_BYTES}")
             content = read(name)
             if content is None:
-                raise _damaged(place, name, "is missing")
+                raise damaged(place, name, "is missing")
             if FileDigest.of(content) != digest:
-                raise _damaged(place, name, "is damaged: its checksum does not hold")
+                raise damaged(place, name, "is damaged: its checksum does not hold")
             Path(folder, name).write_bytes(content)
         return open_tokenizer(Path(folder, next(iter(files))))
 
 
-def _damaged(place: str, name: str, what: str) -> CheckFailed:
+def damaged(place: str, name: str, what: str, way_out: str = "--tokenizer FILE does without it") -> CheckFailed:
+    """Return the error for a copy that does not hold, with a way out."""
     return CheckFailed(
         f"{place}/{name}, the store's copy of its tokenizer, {what}",
-        hint=f"--tokenizer FILE does without it; datakit verify {quoted(place)}",
+        hint=f"{way_out}; datakit verify {quoted(place)}",
     )
