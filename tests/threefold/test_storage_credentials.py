@@ -119,6 +119,25 @@ def test_a_refusal_of_keys_in_a_file_that_is_as_it_was_makes_no_other_session(
     assert len(made) == 1
 
 
+def test_keys_that_are_replaced_while_they_are_read_may_be_new(
+    home: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = pytest.importorskip("botocore.session").Session
+    write_credentials(home, "default", "old", "old")
+    read = session.get_credentials
+
+    def replacing(self: object) -> object:
+        found = read(self)
+        write_credentials(home, "default", ACCESS_KEY, SECRET_KEY)
+        return found
+
+    monkeypatch.setattr(session, "get_credentials", replacing)
+    credentials = AwsCredentials.find(s3_url)
+    assert credentials is not None
+    assert credentials()["access_key_id"] == "old"
+    assert credentials.may_be_new
+
+
 def test_a_program_that_fails_is_named(home: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_process(home, [{"Version": 7}])
     monkeypatch.setenv("AWS_PROFILE", "made")
@@ -176,4 +195,4 @@ def test_botocore_that_is_missing_is_one_line(home: Path, s3_url: str, monkeypat
     monkeypatch.setattr("threefold.packages.find_spec", lambda _: None)
     with pytest.raises(UserError, match="botocore") as caught:
         open_storage(s3_url)
-    assert "threefold[s3]" in str(caught.value.hint)
+    assert '"s3fs>=' in str(caught.value.hint)

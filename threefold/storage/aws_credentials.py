@@ -22,14 +22,16 @@ DEFAULT_REGION = "us-east-1"
 FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
 OF_FILES = ("shared-credentials-file", "config-file")  # botocore's providers of keys that are in a file
 _OF_THE_MACHINE = ("container-role", "iam-role")  # providers that ask a server which may not be there
+States = list[tuple[int, int] | None]  # of the files of AWS
 
 
 class AwsCredentials:
     """Credentials of a profile; safe to ask from several threads. `fault` is what the last request for them met."""
 
-    def __init__(self, url: str, found: Any, profile: str, region: str | None) -> None:
+    def __init__(self, url: str, found: Any, profile: str, region: str | None, files: States) -> None:
+        """Take what botocore found, and the state of the files before it looked."""
         self.url, self.profile, self.region, self.fault = url, profile, region, ""
-        self._found, self._files = found, _state_of_files()
+        self._found, self._files = found, files
 
     @property
     def may_be_new(self) -> bool:
@@ -46,11 +48,11 @@ class AwsCredentials:
         with needed_for(url):
             from botocore.exceptions import BotoCoreError
             from botocore.session import Session
-        session = Session()
-        region = session.get_config_variable("region")
-        # of STS; botocore itself reads no AWS_REGION, and without any region asks no server
-        session.set_config_variable("region", os.environ.get("AWS_REGION") or region or DEFAULT_REGION)
+        session, files = Session(), _state_of_files()  # before: a file may be replaced while it is read
         try:
+            region = session.get_config_variable("region")
+            # of STS; botocore itself reads no AWS_REGION, and without any region asks no server
+            session.set_config_variable("region", os.environ.get("AWS_REGION") or region or DEFAULT_REGION)
             resolver = session.get_component("credential_provider")
             for name in _OF_THE_MACHINE:
                 resolver.remove(name)
@@ -59,7 +61,7 @@ class AwsCredentials:
             raise UserError(f"cannot open {url}: {error}", hint=_hint(profile)) from error
         if found is None and profile:
             raise UserError(f"cannot open {url}: the profile {profile!r} has no credentials", hint=_hint(profile))
-        return None if found is None else cls(url, found, profile or "default", region)
+        return None if found is None else cls(url, found, profile or "default", region, files)
 
     def __call__(self) -> Mapping[str, Any]:
         """Return credentials as obstore takes them, with when they expire; an exception where there are none."""
@@ -83,9 +85,9 @@ class AwsCredentials:
         return _hint(self.profile)
 
 
-def _state_of_files() -> list[tuple[int, int] | None]:
+def _state_of_files() -> States:
     """Return size and time of change of each file, None of one that is not there."""
-    found: list[tuple[int, int] | None] = []
+    found: States = []
     for name, path in FILES.items():
         try:
             status = Path(os.environ.get(name) or path).expanduser().stat()
