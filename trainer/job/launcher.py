@@ -7,6 +7,7 @@ line for each fault, signals are passed on, and the exit code is that of the ran
 import argparse
 import logging
 import os
+import re
 import socket
 import tempfile
 import time
@@ -55,8 +56,9 @@ def launch(arguments: Sequence[str], verbs: Collection[str]) -> int:
             except UserError:
                 raise
             except (AssertionError, OSError, RuntimeError, ValueError) as error:
+                said = str(error).partition("\n")[0] or type(error).__name__
                 raise FailedLaunch(
-                    f"the launcher on {socket.gethostname()}: {str(error).partition(chr(10))[0]}",
+                    f"the launcher on {socket.gethostname()}: {said}",
                     hint=f"torchrun --help explains its flags; {VARIABLE}=1 before the command prints a traceback",
                 ) from error
         if (code := _code_of(Path(folder) / "code")) is not None:
@@ -76,6 +78,8 @@ def parse(arguments: Sequence[str], verbs: Collection[str]) -> argparse.Namespac
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[assignment, method-assign]
     given = parser.parse_args(list(arguments))
+    if re.fullmatch(r"0+|-\d+", given.nproc_per_node):
+        refuse(f"--nproc-per-node {given.nproc_per_node}: a node has one rank or more")
     if given.module or given.no_python or given.run_path:
         return given
     verb = given.training_script

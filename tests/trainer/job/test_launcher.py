@@ -46,6 +46,8 @@ def test_a_command_is_a_verb_a_script_a_module_or_a_program(
     [
         (["trian", "run.toml"], r"trian is neither a verb \(train, eval\) nor a script that is there"),
         (["--nproc-per-node", "2"], "the following arguments are required: training_script"),
+        (["--nproc-per-node", "0", "train"], "--nproc-per-node 0: a node has one rank or more"),
+        (["--nproc-per-node", "-1", "train"], "--nproc-per-node -1: a node has one rank or more"),
         (["--max-restarts", "some", "train"], "argument --max-restarts/--max_restarts: invalid int value: 'some'"),
     ],
 )
