@@ -83,7 +83,7 @@ class Conversion:
         yield f"# Made of {source}."
         per_node, nodes = self.launch.get("processes"), self.launch.get("nodes", 1)
         if per_node:
-            several = f" --nnodes {nodes}" if nodes > 1 else ""
+            several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else ""
             yield f"# To start it: torchrun --nproc-per-node {per_node}{several} -m trainer train FILE.toml"
         table = ""
         for leaf in leaves(Config):

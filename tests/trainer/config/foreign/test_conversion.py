@@ -104,7 +104,8 @@ def test_a_script_is_read_without_running_it(tmp_path: Path, capsys: pytest.Capt
     tables = tomllib.loads(text)
     assert (tables["model"]["num_layers"], tables["train"]["precision"], tables["optim"]["lr"]) == (4, "bf16", 0.01)
     assert (tables["train"]["global_batch_size"], tables["data"]["stores"]) == (16, ["store"])
-    assert "# To start it: torchrun --nproc-per-node 4 --nnodes 2 -m trainer train FILE.toml" in text
+    start = "torchrun --nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m trainer train"
+    assert f"# To start it: {start} FILE.toml" in text
     assert "checkpoint.save = $1/run" in said
     assert "wandb" not in text + said
     assert "--fp16" not in text + said
