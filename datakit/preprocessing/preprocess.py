@@ -38,7 +38,7 @@ from datakit.store.manifest import FILE_NAME, Manifest
 from datakit.store.output import Output, key_of
 from datakit.store.shard_entry import ShardEntry
 from datakit.store.tags import require_matches
-from datakit.store.tokenizer_copy import digests_of, place_copy, tokenizer_copy
+from datakit.store.tokenizer_copy import checked_tokenizer, digests_of, place_copy, tokenizer_copy
 from datakit.store.writer import store_dtype
 from datakit.text.documents import DocumentReader
 from datakit.text.hf_datasets import Input, paths_of
@@ -48,7 +48,6 @@ from datakit.tokenization.encoder import AUTO, FAST, choose_backend, require_bac
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.rank_file import sidecar_path
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, identify, open_tokenizer
-from datakit.tokenization.tokenizer_path import tokenizer_path
 from threefold.errors import CheckFailed, UserError, quoted
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def preprocess(
     show, started_s = progress or (lambda line, _: report(line)), time.monotonic()
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
-    recipe = replace(recipe, tokenizer=os.fspath(tokenizer_path(recipe.tokenizer)))
+    recipe = replace(recipe, tokenizer=os.fspath(checked_tokenizer(recipe.tokenizer)))
     place, paths = Output(os.fspath(output)), paths_of(inputs, recipe.text_key)
     if any(map(is_pipe, paths)):
         _require_ready(place, recipe, engine)

@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from datakit.files.durable import FileDigest, reading, temporary_folder
+from datakit.store.manifest import FILE_NAME, Manifest
 from datakit.store.output import Output, key_of
 from datakit.tokenization.rank_file import is_rank_file, read_rank_file, sidecar_path
 from datakit.tokenization.tekken import is_tekken
@@ -38,6 +39,18 @@ def tokenizer_copy(path: str, fingerprint: str) -> dict[str, bytes]:
             hint="put the tokenizer back that the store was begun with, then rerun the same command",
         )
     return files
+
+
+def checked_tokenizer(place: str) -> Path:
+    """Return the file of a tokenizer that a user named; CheckFailed if it is a store's copy that is damaged."""
+    file = tokenizer_path(place)
+    if Path(place).is_dir() and (Path(place) / FILE_NAME).is_file():
+        for name, digest in Manifest.read(Path(place)).tokenizer_files.items():
+            copy = Path(place, name)
+            with reading(copy):
+                if not copy.is_file() or FileDigest.of(copy.read_bytes()) != digest:
+                    raise damaged(place, name, "is damaged: its checksum does not hold", "--tokenizer FILE is another")
+    return file
 
 
 def digests_of(files: Mapping[str, bytes]) -> dict[str, FileDigest]:

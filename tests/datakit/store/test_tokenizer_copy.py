@@ -181,3 +181,14 @@ def test_verbs_do_without_a_flag(
     without_copy(store.path)
     assert cli("inspect", store.path, "--document", 1) == 0
     assert capsys.readouterr().out.splitlines()[1] == " ".join(map(str, store.document(1)))
+
+
+def test_no_store_is_made_with_a_copy_that_is_damaged(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
+    """It may be sound JSON still, of other merges."""
+    make(corpus, tmp_path / "store", tokenizer_path)
+    make(corpus, tmp_path / "sound", tmp_path / "store")
+    copy = tmp_path / "store" / "tokenizer.json"
+    copy.write_text(copy.read_text() + " ")
+    with pytest.raises(CheckFailed, match="checksum does not hold"):
+        make(corpus, tmp_path / "other", tmp_path / "store")
+    assert not (tmp_path / "other").exists()
