@@ -7,7 +7,7 @@ from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, TierCopy
 from ckptkit.runs.retention import Retention
 from ckptkit.tiers.pending import PendingCopies
-from ckptkit.tiers.tier import Tier, owed
+from ckptkit.tiers.tier import Tier
 
 SLOW = Tier("s3://slow", every=20)
 
@@ -22,14 +22,6 @@ def order(step: int, writer: int = 0, num_writers: int = 1) -> SaveOrder:
 
 def steps(tier_copies: tuple[TierCopy, ...]) -> list[int]:
     return [tier_copy.target.step for tier_copy in tier_copies]
-
-
-def test_a_tier_is_owed_the_first_step_of_each_interval() -> None:
-    assert owed(6, [5, 7, 8, 12], 5) == {7, 12}
-    assert owed(6, [5, 7, 8, 12], 7) == {12}
-    assert owed(6, [0, 6, 7], -1) == {0, 6}
-    assert owed(0, [3, 4], 3) == {4}
-    assert owed(100, [6, 7], -1) == set()
 
 
 def test_a_rank_alone_makes_up_for_what_it_did_not_save() -> None:

@@ -11,7 +11,6 @@ from ckptkit.tiers.tier import (
     Node,
     Tier,
     Tiers,
-    is_due,
     node_name,
     nodes_of,
     parse_tiers,
@@ -56,19 +55,6 @@ def test_what_is_not_well_written_is_refused_with_a_hint(texts: list[str], messa
         parse_tiers(texts)
     assert message in raised.value.message
     assert raised.value.hint
-
-
-@given(every=st.integers(1, 20), saved=st.sets(st.integers(1, 200), min_size=1))
-def test_of_the_steps_that_are_saved_the_first_of_each_interval_is_due(every: int, saved: set[int]) -> None:
-    after, due = 0, []
-    for step in sorted(saved):
-        if is_due(every, step, after):
-            due.append(step)
-        after = step
-    first = {step // every: step for step in sorted(saved, reverse=True) if step >= every}
-    assert due == sorted(first.values())
-    assert all(is_due(0, step, None) for step in saved)
-    assert [step for step in saved if is_due(every, step, None)] == [step for step in saved if step % every == 0]
 
 
 def test_names_of_nodes_are_filled_in() -> None:

@@ -147,7 +147,7 @@ def test_a_layout_of_another_size_is_refused() -> None:
 
 
 def test_collectives_go_through_groups() -> None:
-    """torch.distributed is named where groups are carried, and where ranks agree by bytes."""
+    """torch.distributed is named where groups are carried, where ranks agree by bytes, and where they are started."""
     root = Path(trainer.__file__).parent
     found = {
         str(path.relative_to(root))
@@ -155,4 +155,5 @@ def test_collectives_go_through_groups() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import | ast.ImportFrom) and re.search(r"torch.*\bdistributed\b", ast.unparse(node))
     }
-    assert found == {"mesh/processes.py", "job/ranks.py", "job/rendezvous.py"}
+    launches = {f"job/{name}.py" for name in ("launcher", "launch_faults", "meeting", "passed_signals")}
+    assert found == {"mesh/processes.py", "job/ranks.py", "job/rendezvous.py", *launches}
