@@ -39,6 +39,11 @@ class Seat:
         """The key under which this writer says why it failed."""
         return f"{self.folder}/{self.attempt}/part-{self.writer:05d}.failed"
 
+    @property
+    def copying_key(self) -> str:
+        """The key by which the leader says that it brings this try here, so that the others bring their parts."""
+        return f"{self.folder}/{self.attempt}/copying"
+
     def keys(self, number: int) -> tuple[str, str]:
         """Return the keys of the writer's n-th data file and of its index."""
         data, index = part_keys(self.attempt, self.writer, number)

@@ -125,6 +125,11 @@ class SaveOrder(_Message):
     needed: tuple[int, ...] = ()
     intervals: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def goes_beside_nodes(self) -> bool:
+        """Whether the overflow is of whole steps, to which other nodes copy their parts."""
+        return self.overflow is not None and self.overflow.num_writers > self.seat.num_writers
+
     def moved(self, url: str) -> Self:
         """Return the same save as it went to another run."""
         return replace(self, seat=replace(self.seat, url=url))

@@ -171,9 +171,9 @@ class Checkpointer(Closing):
     def copy_next(self) -> None:
         """Let the next step be copied to the tiers that the last one was due at, as it failed on some rank.
 
-        All ranks call it, as they all have to copy the same steps; a rank alone makes up for a failure by itself.
+        All ranks call it, a rank alone need not. Where nodes have a disk each it goes to the next tier in any case.
         """
-        self.copies.make_up()
+        self.copies.make_up(goes_to_whole=self._share is not None)
 
     @property
     def is_busy(self) -> bool:

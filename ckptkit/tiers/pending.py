@@ -25,6 +25,7 @@ class PendingCopies:
         self._tiers, self._world_size = tiers, world_size
         self._after = {tier.url: tier.newest for tier in tiers}
         self._before_last = dict(self._after)  # the same before the last save
+        self._is_whole_due = False  # whether the next step is due at the first place of whole steps, whatever it is
         self._awaited: dict[tuple[int, str], TierCopy] = {}
         self._ordered_last: dict[str, str] = {}  # by tier, the attempt that was ordered last
         self._left: dict[str, TierCopy] = {}  # by tier, what a killed writer left undone
@@ -45,15 +46,18 @@ class PendingCopies:
 
     def due(self, order: SaveOrder) -> tuple[TierCopy, ...]:
         """Return this writer's part in copying a step that is saved now to the tiers that it is due at."""
-        tiers = [tier for tier in self._tiers if is_due(tier.every, order.seat.step, self._after[tier.url])]
+        whole = self._whole if self._is_whole_due else None
+        tiers = [
+            tier for tier in self._tiers if tier is whole or is_due(tier.every, order.seat.step, self._after[tier.url])
+        ]
         self._count(order.seat.step)
         return self._to(tiers, order)
 
     def with_tiers(self, order: SaveOrder, *, is_window: bool) -> SaveOrder:
         """Return an order with the copies that are due, and where its step goes if the first tier is full."""
         intervals = {tier.url: tier.every for tier in self._tiers}
-        overflow = self.overflow(order, is_window=is_window)
-        return replace(order, tier_copies=self.due(order), overflow=overflow, intervals=intervals)
+        order = replace(order, tier_copies=self.due(order), intervals=intervals)
+        return replace(order, overflow=self.overflow(order, is_window=is_window))
 
     def all(self, order: SaveOrder) -> tuple[TierCopy, ...]:
         """Return its part in copying a step to all tiers, but those that it was ordered to before."""
@@ -62,17 +66,19 @@ class PendingCopies:
     def overflow(self, order: SaveOrder, *, is_window: bool) -> Seat | None:
         """Return where a step is saved if the first tier has no room: the next tier, None where that cannot be.
 
-        A node with others beside it does not know of their room; what is staged through windows cannot be read again,
-        but a rank alone sees a lack of room beforehand.
+        A node with others beside it does not know of their room: it brings its part to where they copy theirs, if the
+        step is due there. What is staged through windows cannot be read again, but a rank alone sees a lack of room
+        beforehand.
         """
-        next_tier = next((tier for tier in self._tiers if not tier.of_node), None)
-        if next_tier is None or order.seat.num_writers < self._world_size or (is_window and self._world_size > 1):
+        if is_window and order.seat.num_writers > 1:
             return None
-        return replace(order.seat, url=next_tier.url)
+        if order.seat.num_writers < self._world_size:
+            return next((each.target for each in order.tier_copies if not each.of_node), None)
+        return None if self._whole is None else replace(order.seat, url=self._whole.url)
 
-    def make_up(self) -> None:
-        """Let the next save be due wherever the last one was."""
-        self._after = dict(self._before_last)
+    def make_up(self, *, goes_to_whole: bool = False) -> None:
+        """Let the next save be due wherever the last one was; or also at the first place of whole steps."""
+        self._after, self._is_whole_due = dict(self._before_last), goes_to_whole
 
     def skipped(self, step: int) -> None:
         """Note a step that this rank does not save. One rank alone makes up for it; others may have saved it."""
@@ -116,7 +122,13 @@ class PendingCopies:
         self._awaited.clear()
         return reports
 
+    @property
+    def _whole(self) -> Tier | None:
+        """The first place of whole steps."""
+        return next((tier for tier in self._tiers if not tier.of_node), None)
+
     def _count(self, step: int) -> None:
+        self._is_whole_due = False
         self._before_last, self._after = self._after, dict.fromkeys(self._after, step)
 
     def _to(self, tiers: Iterable[Tier], order: SaveOrder) -> tuple[TierCopy, ...]:

@@ -113,16 +113,16 @@ class _Server:
                 report_failed(open_storage(each.url), each, KILLED)
             self._retention, self._needed = order.retention, order.needed
             room = Room(order, maintenance, self._needed_steps, self._has_trainer, not self._has_saved)
-            root, saved_at = run_save(order, self._arena, blocks, retries, room, self._trainer)
+            saved_at, why = run_save(order, self._arena, blocks, retries, room, self._trainer)
             self._has_saved = True
-            if root is not None:
+            if seat.leads:
                 for each in tries:  # all know how they ended, as they have saved again since
                     clear(open_storage(each.url), each)
                 self._prune(order, maintenance, saved_at)
             warning = maintenance.take_warning()
             if saved_at != seat:
                 overflowed_to = saved_at.url
-                warning = "; ".join(filter(None, [f"in {masked(saved_at.url)}, as {seat.url} has no room", warning]))
+                warning = "; ".join(filter(None, [f"in {masked(saved_at.url)}, as {seat.url} {why}", warning]))
             self._copy(order, saved_at)
         except UserError as failure:
             error = str(failure)
@@ -141,7 +141,7 @@ class _Server:
         )  # fmt: skip
 
     def _prune(self, order: SaveOrder, maintenance: Maintenance, saved_at: Seat) -> None:
-        """Delete what the step that this writer committed makes superfluous, in the first tier."""
+        """Delete what the step that was committed makes superfluous, in the first tier."""
         if saved_at != order.seat:
             self._failed_tries.append(order.seat)
             maintenance.elsewhere = [
@@ -155,8 +155,15 @@ class _Server:
             maintenance.make_room(order.retention, self._needed_steps())
 
     def _copy(self, order: SaveOrder, saved_at: Seat) -> None:
-        """Have a saved step copied to where it is due, from where it is; of the overflow its leader sees that it is."""
+        """Have a saved step copied to where it is due, from where it is; of the overflow its leader sees that it is.
+
+        A replica is of what the node's own disk holds.
+        """
         for each in order.tier_copies:
+            if each.of_node and saved_at.num_writers > each.source.num_writers:
+                error = f"it is in {masked(saved_at.url)}, not in {each.source.url}"
+                self._answer(SaveOutcome(saved_at.step, error, each.data_bytes, 0.0, url=each.target.url))
+                continue
             tier_copy = each if saved_at == order.seat else replace(each, source=saved_at)
             if each.target.url != saved_at.url or saved_at.leads:
                 self.tier_copier.offer([tier_copy])
@@ -204,8 +211,8 @@ class _Server:
 
 def run_save(
     order: SaveOrder, arena: Bytes, blocks: RingReader, retries: Retries, room: Room, trainer: int
-) -> tuple[Root | None, Seat]:
-    """Write what an order says, where there is room; the first writer commits, and returns the root; all, the seat."""
+) -> tuple[Seat, str]:
+    """Write what an order says, where there is room, and the first writer commits; return where and why there."""
     parts = [
         PartSource(PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index"), blocks.of_file(number),
                    is_reused=order.ring.is_window)
@@ -218,12 +225,12 @@ def run_save(
         blocks.check()
         return patience.in_all_s(write_s)
 
-    def write(seat: Seat) -> Root | None:
+    def write(seat: Seat) -> None:
         is_first = seat == order.seat
         striper = room.maintenance.striper if is_first else Striper()
         target = StepTarget(open_storage(seat.url), seat, order.num_threads, striper)
         whole = draft if draft is None or is_first else replace(draft, share=None)
-        return write_step(target, parts, whole, patience_s, retries, order.code)
+        write_step(target, parts, whole if seat.leads else None, patience_s, retries, order.code)
 
     try:
         return save_where_room_is(room, write, lambda: patience_s(0.0), retries)

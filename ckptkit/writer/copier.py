@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from ckptkit.format.part_copy import copy_part, verified_blocks
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOutcome, TierCopy
 from ckptkit.io.striping import Striper
 from ckptkit.loading.roots import read_root, root_info, root_key
@@ -224,7 +223,7 @@ def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:
             return  # the answer to an earlier try was lost
         raise AlreadyExists(f"step {step} of {storage.url} is committed already")
     if seat.leads and seat.num_writers > 1:
-        storage.write(_mark(seat), b"")
+        storage.write(seat.copying_key, b"")
     file_bytes = tier_copy.data_bytes // max(tier_copy.num_files, 1)
     (striper or Striper()).prepare(storage, seat.keys(0)[0], file_bytes, seat.num_writers)
     for number in reversed(range(tier_copy.num_files)):
@@ -241,7 +240,7 @@ def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:
         raise CheckFailed(f"the files of step {step} in {storage.url} are not those in {source.url}")
     commit_root(storage, copied)
     with suppress(StorageError):
-        storage.delete([_mark(seat)])
+        storage.delete([seat.copying_key])
 
 
 def _copy_part(source: Storage, target: Storage, keys: tuple[str, str]) -> None:
@@ -268,7 +267,7 @@ def _marked(waiting: Sequence[TierCopy]) -> TierCopy | None:
     with suppress(StorageError):
         storage = open_storage(waiting[-1].target.url)
         for tier_copy in reversed(waiting):
-            if storage.info(_mark(tier_copy.target)) is not None:
+            if storage.info(tier_copy.target.copying_key) is not None:
                 return tier_copy
     return None
 
@@ -277,11 +276,6 @@ def _tell_leader(tier_copy: TierCopy, error: str) -> None:
     """Let the leader wait no longer for this writer's files."""
     with suppress(StorageError):
         open_storage(tier_copy.target.url).write(tier_copy.target.failed_key, masked(error).encode())
-
-
-def _mark(seat: Seat) -> str:
-    """Return the key by which a leader says that it copies a step."""
-    return f"{seat.folder}/{seat.attempt}/copying"
 
 
 def _outcome(tier_copy: TierCopy, error: str, seconds: float, warning: str = "") -> SaveOutcome:

@@ -5,13 +5,15 @@ are there once: a save of such goes elsewhere only if the lack of room is seen b
 
 What an earlier writer may still be copying stays until this one has saved. A slower tier that does not answer counts as
 lacking all that it is to have, as long as saves find a place; a save that finds none lets those steps go, for the next.
+
+Of several nodes, each with a disk of its own, one alone may be full. It brings its part of a step to the slower tier
+that the others copy theirs to, whose leader commits. Its writers go there each by itself.
 """
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOrder
 from ckptkit.loading.roots import newest_first
@@ -25,6 +27,7 @@ from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, open_storage
 
 SMALL_FILES_BYTES = 64 << 10  # the root, and the rest of the last block of each file
+HAS_NO_ROOM, HAS_ANOTHER = "has no room", "has another try of it"  # why a step is elsewhere
 DEADLINES_OF_DEBRIS = 2  # what broke off longer ago than so many deadlines is nobody's any more
 
 
@@ -75,9 +78,9 @@ class Room:
 
 
 def save_where_room_is(
-    room: Room, write: Callable[[Seat], Root | None], patience_s: Callable[[], float], retries: Retries
-) -> tuple[Root | None, Seat]:
-    """Save by `write` to the order's seat, or to its overflow; return the root, if this writer put it, and the seat.
+    room: Room, write: Callable[[Seat], object], patience_s: Callable[[], float], retries: Retries
+) -> tuple[Seat, str]:
+    """Save by `write` to the order's seat, or to its overflow; return the seat, and why it is not the first.
 
     Raise what the first place's failure was, if it was not for want of room or no place is left.
     """
@@ -89,52 +92,76 @@ def save_where_room_is(
 
 
 def _saved(
-    room: Room, write: Callable[[Seat], Root | None], patience_s: Callable[[], float], retries: Retries
-) -> tuple[Root | None, Seat]:
+    room: Room, write: Callable[[Seat], object], patience_s: Callable[[], float], retries: Retries
+) -> tuple[Seat, str]:
     """Save where there is room."""
     order, seat = room.order, room.order.seat
     if seat.leads and not room.is_there:
         room.make()
     is_alone = seat.num_writers == 1
     if is_alone and order.overflow is not None and not room.is_there:
-        failure = StorageError(f"{seat.url} has no room for step {seat.step}")
-    else:
+        return _saved_elsewhere(order, write, StorageError(f"{seat.url} has no room for step {seat.step}"))
+    try:
+        write(seat)
+        return seat, ""
+    except StorageError as error:
+        if isinstance(error, AlreadyExists) and order.goes_beside_nodes:  # another node has not saved that try
+            return _saved_elsewhere(order, write, error)
+        if not is_full(error):
+            _report_elsewhere(order, patience_s, retries, error)
+            raise
+        failure = error
+    room.make()
+    if order.ring.is_window:
+        _report_elsewhere(order, patience_s, retries, failure)
+        raise failure
+    if is_alone and order.retention.has_rules:
         try:
-            return write(seat), seat
+            write(seat)
+            return seat, ""
         except StorageError as error:
             if not is_full(error):
                 _report_elsewhere(order, patience_s, retries, error)
                 raise
-            failure = error
-        room.make()
-        if order.ring.is_window:
-            raise failure
-        if is_alone and order.retention.has_rules:
-            try:
-                return write(seat), seat
-            except StorageError as error:
-                if not is_full(error):
-                    raise
     if order.overflow is None:
         raise failure
-    if not seat.leads and not isinstance(failure, NoRoom):
+    if not (seat.leads or isinstance(failure, NoRoom) or order.goes_beside_nodes):
         _await_word(seat, patience_s, retries)
+    return _saved_elsewhere(order, write, failure)
+
+
+def _saved_elsewhere(order: SaveOrder, write: Callable[[Seat], object], failure: StorageError) -> tuple[Seat, str]:
+    """Save to the overflow; beside nodes that copy their parts there its leader lets them begin."""
+    overflow = order.overflow
+    assert overflow is not None, "asked for only if there is one"
+    marks = [overflow.copying_key] if order.goes_beside_nodes and overflow.leads else []
     try:
-        return write(order.overflow), order.overflow
+        for key in marks:
+            open_storage(overflow.url).write(key, b"")
+        write(overflow)
     except StorageError as error:
         what = f"{failure.message}; nor did the next tier take it: {error.message}"
         raise StorageError(what, hint=failure.hint or error.hint) from error
+    with suppress(StorageError):
+        open_storage(overflow.url).delete(marks)
+    return overflow, HAS_ANOTHER if isinstance(failure, AlreadyExists) else HAS_NO_ROOM
 
 
 def _report_elsewhere(
     order: SaveOrder, patience_s: Callable[[], float], retries: Retries, error: StorageError
 ) -> None:  # fmt: skip
-    """Report another failure than want of room where the others save, if the leader found no room before it."""
-    if order.overflow is None or order.seat.leads or isinstance(error, NotCommitted | AlreadyExists):
+    """Report another failure than want of room where the others save, if the leader found no room before it.
+
+    What a node does not have it cannot copy either, and another may wait for that.
+    """
+    if order.overflow is None or isinstance(error, NotCommitted | AlreadyExists):
         return
-    with suppress(StorageError):
-        _await_word(order.seat, patience_s, retries)
-        report_failed(open_storage(order.overflow.url), order.overflow, error.message)
+    if not order.goes_beside_nodes:
+        if order.seat.leads:
+            return
+        with suppress(StorageError):
+            _await_word(order.seat, patience_s, retries)
+    report_failed(open_storage(order.overflow.url), order.overflow, error.message)
 
 
 def _await_word(seat: Seat, patience_s: Callable[[], float], retries: Retries) -> None:

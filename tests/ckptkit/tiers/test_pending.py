@@ -85,3 +85,20 @@ def test_a_step_without_room_goes_to_the_first_place_of_whole_steps() -> None:
         assert seat.url == "s3://slow"
     assert of_two.overflow(order(5, 1, 2), is_window=True) is None, "one rank knows nothing of another's room"
     assert of_two.overflow(order(5), is_window=False) is None, "another node has the other half"
+
+
+def test_after_a_nodes_failure_the_next_step_goes_to_the_first_place_of_whole_steps() -> None:
+    tiers = [Tier("/peer/replica", of_node=True), Tier("s3://slow", every=20, newest=0), Tier("/slower", every=20)]
+    node = PendingCopies(tiers, 2)
+    node.due(order(5))
+    node.make_up(goes_to_whole=True)
+    assert [each.target.url for each in node.due(order(6))] == ["/peer/replica", "s3://slow"]
+    assert [each.target.url for each in node.due(order(7))] == ["/peer/replica"]
+
+
+def test_a_nodes_part_goes_to_where_the_other_nodes_copy_theirs_if_the_step_is_due_there() -> None:
+    node = PendingCopies([Tier("/peer/replica", of_node=True), Tier("s3://slow", every=20, newest=0)], 2)
+    assert node.with_tiers(order(5), is_window=False).overflow is None
+    found = node.with_tiers(order(20, 0), is_window=True)
+    assert found.overflow == Seat("s3://slow", 20, "a-20", 0, 2)
+    assert found.goes_beside_nodes

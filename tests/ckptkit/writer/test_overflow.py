@@ -260,7 +260,7 @@ def test_a_quota_that_is_used_up_shows_in_the_write_alone() -> None:
     """The save is tried again where room was made, and then elsewhere."""
     for failures, urls in (([full()], ["/fast", "/fast"]), ([full(), full()], ["/fast", "/fast", "/slow"])):
         place, writing = Place(), Writing(*failures)
-        _, seat = save_where_room_is(room(place), writing, lambda: 1.0, Retries())
+        seat, _ = save_where_room_is(room(place), writing, lambda: 1.0, Retries())
         assert (writing.urls, seat.url, place.num_pruned) == (urls, urls[-1], 1)
 
 
@@ -282,7 +282,7 @@ def test_other_failures_are_raised_and_both_of_two_places_are_named() -> None:
 
 def test_another_writer_prunes_nothing_and_follows_the_leader() -> None:
     place, writing = Place(), Writing(NoRoom("writer 0 failed: no room"))
-    _, seat = save_where_room_is(room(place, num_writers=2, writer=1), writing, lambda: 1.0, Retries())
+    seat, _ = save_where_room_is(room(place, num_writers=2, writer=1), writing, lambda: 1.0, Retries())
     assert (writing.urls, seat.url, place.num_pruned) == (["/fast", "/slow"], "/slow", 0)
 
 
