@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import committed_attempt
 from ckptkit.runs.catalogue import committed_steps
+from tests.support.small_disk import small_disk
 from tests.trainer.support.training import ROOT, call, curve, kill, lines
 from threefold.storage import open_storage
 
@@ -106,10 +108,10 @@ def test_a_tier_that_is_gone_is_told_and_ends_nothing(job_config: Path, tmp_path
 class TwoNodes:
     """A job of one rank on each of two nodes, each started by a torchrun of its own."""
 
-    def __init__(self, folder: Path, *arguments: object, rules: str = "") -> None:
+    def __init__(self, folder: Path, *arguments: object, rules: str = "", interval: int = 4) -> None:
         self.folder = folder
         places = f"{folder}/nvme/{{node}}{rules},replica={folder}/peers/{{peer}}/replica/{{node}}"
-        saves = ["--save", places, "--save", f"{folder}/slow,every=8", "--save-interval", 4]
+        saves = ["--save", places, "--save", f"{folder}/slow,every=8", "--save-interval", interval]
         self._arguments = [str(each) for each in (*arguments, *saves)]
 
     def own(self, node: int) -> Path:
@@ -194,3 +196,30 @@ def test_a_node_that_fails_to_save_costs_no_whole_step_and_the_last_one_is_saved
     assert "saving step 10 again" in nodes.run(10, tmp_path / "a.jsonl")
     assert steps(nodes.own(0)) == steps(nodes.own(1)) == [4, 10]
     assert committed_attempt(open_storage(nodes.own(0)), 10) == committed_attempt(open_storage(nodes.own(1)), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_whose_disk_stays_full_saves_to_the_slower_tier_with_the_others(
+    job_config: Path, tmp_path: Path
+) -> None:
+    """The run ends well and goes on from there, though it is the first node's, which commits."""
+    flags = ["--dp", 2, "--optim.decay-steps", 12]
+    nodes = TwoNodes(tmp_path / "job", job_config, *flags, rules=",keep_last=1", interval=1)
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        nodes.own(0).parent.mkdir(parents=True)
+        nodes.own(0).symlink_to(disk)
+        with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        nodes.run(9, tmp_path / "a.jsonl")
+        slow = tmp_path / "job" / "slow"
+        found = steps(slow)
+        assert found[-1] == 9, "the last step is whole nowhere else"
+        assert all(after - before <= 3 for before, after in pairwise([0, *found])), found
+        assert f"resumed from step 9 of {slow}" in nodes.run(11, tmp_path / "b.jsonl")
+        assert steps(nodes.own(0)) == []
+    assert steps(slow)[-1] == 11
+    TwoNodes(tmp_path / "whole", job_config, *flags).run(11, tmp_path / "whole.jsonl")
+    assert curve(tmp_path / "a.jsonl") | curve(tmp_path / "b.jsonl") == curve(tmp_path / "whole.jsonl")
+    assert hash_of(slow, 11) == hash_of(tmp_path / "whole" / "slow", 11)
