@@ -51,10 +51,11 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "s3"
     with _users(folder, +1):
         server = running(folder / "server") or start(folder / "server")
+    process = os.getpid()
     try:
         yield server
     finally:
-        with _users(folder, -1) as left:
+        with _users(folder, -1 if os.getpid() == process else 0) as left:  # a forked process that ends is not a user
             if not left:
                 stop(folder / "server")
                 shutil.rmtree(folder / "server")

@@ -26,7 +26,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
     weights=st.tuples(*[st.integers(1, 6)] * 3),
     later=st.tuples(*[st.integers(0, 3)] * 3).filter(any),
     skip=st.integers(0, 130),
-    num_samples=st.integers(0, 400),
+    num_samples=st.integers(1, 400),
     orders_copies=st.booleans(),
 )
 def test_repeats_of_copies_are_those_of_a_walk_over_the_samples(
