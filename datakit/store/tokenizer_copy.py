@@ -21,7 +21,7 @@ from threefold.errors import CheckFailed, UserError, quoted
 
 
 def tokenizer_copy(path: str, fingerprint: str) -> dict[str, bytes]:
-    """Return the files of a tokenizer as a store has them, by name; UserError if it is no longer that of a fingerprint.
+    """Return the files of a tokenizer as a store has them, by name; UserError if its fingerprint is another.
 
     `tok.json` is `tokenizer.json` there, and the sidecar of a rank file `tokenizer.model` is `tokenizer.model.json`.
     """

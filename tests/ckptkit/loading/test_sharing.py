@@ -17,6 +17,7 @@ from ckptkit.loading.sharing import (
     window,
 )
 from ckptkit.plan.load_plan import LoadPlan
+from tests.support.checks import require_equal
 
 intervals = st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: (pair[0], sum(pair)))
 runs = st.lists(intervals, max_size=6).map(lambda found: joined_runs(np.array(found, np.int64).reshape(-1, 2)))
@@ -26,18 +27,26 @@ def granules(found: Runs) -> list[int]:
     return [granule for first, stop in found.tolist() for granule in range(first, stop)]
 
 
+def readers_of(alone: list[Runs], shared: list[Runs]) -> dict[int, tuple[int, bool]]:
+    """Return who reads each granule, and whether for itself alone; Different if two do."""
+    found = [
+        (granule, (rank, own))
+        for own, by_rank in ((True, alone), (False, shared))
+        for rank, each in enumerate(by_rank)
+        for granule in granules(each)
+    ]
+    require_equal(len(dict(found)) == len(found), "a granule has one reader")
+    return dict(found)
+
+
 @given(st.lists(runs, min_size=1, max_size=6))
 def test_each_wanted_granule_has_one_reader_that_wants_it(wanted: list[Runs]) -> None:
     alone, shared = share_reads(wanted)
     wants = [set(granules(each)) for each in wanted]
-    readers: dict[int, int] = {}
-    for rank in range(len(wanted)):
-        for own, found in ((True, alone[rank]), (False, shared[rank])):
-            for granule in granules(found):
-                assert granule not in readers
-                readers[granule] = rank
-                assert granule in wants[rank]
-                assert (sum(granule in each for each in wants) == 1) == own
+    readers = readers_of(alone, shared)
+    for granule, (rank, own) in readers.items():
+        assert granule in wants[rank]
+        assert (sum(granule in each for each in wants) == 1) == own
     assert readers.keys() == set().union(*wants)
 
 
@@ -52,16 +61,12 @@ def test_who_cannot_read_gets_it_from_one_that_can(ranks: list[tuple[Runs, int]]
     ]
     alone, shared = share_reads(wanted, readable)
     wants = [set(granules(each)) for each in wanted]
-    readers: dict[int, int] = {}
-    for rank in range(len(wanted)):
-        for own, found in ((True, alone[rank]), (False, shared[rank])):
-            for granule in granules(found):
-                assert granule not in readers
-                readers[granule] = rank
-                assert held[granule] == nodes[rank]
-                who = [other for other in range(len(wanted)) if granule in wants[other]]
-                assert rank in who or all(nodes[other] != held[granule] for other in who)
-                assert own == (who == [rank])
+    readers = readers_of(alone, shared)
+    for granule, (rank, own) in readers.items():
+        assert held[granule] == nodes[rank]
+        who = [other for other in range(len(wanted)) if granule in wants[other]]
+        assert rank in who or all(nodes[other] != held[granule] for other in who)
+        assert own == (who == [rank])
     assert readers.keys() == set().union(*wants)
 
 

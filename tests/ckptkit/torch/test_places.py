@@ -21,7 +21,7 @@ Console = pytest.CaptureFixture[str]
 
 
 class Job:
-    """Ranks on nodes whose disks only they see: another node's folder is at no path that a rank is told."""
+    """Ranks on nodes whose disks only they see: a rank has no path to another node's folder."""
 
     def __init__(self, folder: Path, sizes: tuple[int, ...] = (2, 2), *, replica: bool = True, slower: int = 0) -> None:
         starts = [sum(sizes[:number]) for number, size in enumerate(sizes) for _ in range(size)]
