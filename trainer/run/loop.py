@@ -193,9 +193,7 @@ class Run:
         try:
             yield
         except Exception as fault:
-            if (
-                isinstance(fault, RankLost) and self._started is not None
-            ):  # that step may wait for the rank without an end
+            if isinstance(fault, RankLost) and self._started is not None:  # that step may wait without an end
                 raise
             try:
                 with suppress(UserError):  # of a step that does not count: the one before it does
