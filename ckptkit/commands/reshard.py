@@ -46,6 +46,11 @@ class Options(Reporting):
     ep: int = option(
         1, "expert-parallel size of the output", minimum=1, metavar="N", flags=["--expert-model-parallel-size"]
     )
+    etp: int | None = option(
+        None,
+        "tensor-parallel size of experts: 1 cuts none by tp and lets --ep borrow those ranks; without it that of --tp",
+        minimum=1, metavar="N", flags=["--expert-tensor-parallel-size"],
+    )  # fmt: skip
     virtual: int = option(
         1, "stages that each pipeline rank of the output holds", minimum=1, metavar="N",
         flags=["--vpp", "--num-virtual-stages-per-pipeline-rank"],
@@ -81,7 +86,7 @@ def run(options: Options) -> int:
     from ckptkit.rewrite.shard import Shard
 
     shard = Shard.parse(options.shard, os.environ)
-    layout = ParallelLayout(options.tp, options.cp, options.ep, options.dp, options.pp, options.virtual)
+    layout = ParallelLayout(**{field.name: getattr(options, field.name) for field in fields(ParallelLayout)})
     # the files of all tensor-parallel ranks are written side by side
     target, target_step = open_target(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
     made: list[dict[str, object]] = []
@@ -146,11 +151,10 @@ def print_report(done: "ReshardReport", end: str) -> None:
     )
 
 
-def check_source_layout(text: str, found: object, url: str) -> None:
+def check_source_layout(text: str, found: "ParallelLayout", url: str) -> None:
     """Refuse a source whose layout is not the one the user named."""
     from ckptkit.model.layout import ParallelLayout
 
-    named = ParallelLayout.parse(text)
-    axes = [field.name for field in fields(named) if any(word.startswith(field.name) for word in text.split("-"))]
-    if any(getattr(named, axis) != getattr(found, axis) for axis in axes):
+    named = ParallelLayout.named_sizes(text)
+    if any(found.sizes.get(axis, found.tp) != size for axis, size in named.items()):  # etp may be left out: it is tp
         raise UserError(f"{url} was saved as {found}, not as {text}", hint=f"--from {found}")

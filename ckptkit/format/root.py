@@ -118,7 +118,7 @@ class Root:
             "version": VERSION,
             "step": self.step,
             "attempt": check_attempt(self.attempt),
-            "layout": asdict(self.layout),
+            "layout": self.layout.sizes,
             "num_layers": self.num_layers,
             "metadata": plain_json(self.metadata),
         }

@@ -1,8 +1,10 @@
 """ParallelLayout: the sizes of the mesh axes, and the rank order that every kit agrees on.
 
-world = tp*cp*dp*pp and rank = tp + TP*(cp + CP*(dp + DP*pp)); ep is borrowed from dp*cp and adds no ranks.
+world = tp*cp*dp*pp and rank = tp + TP*(cp + CP*(dp + DP*pp)); ep is borrowed from dp*cp, or from dp*cp*tp, and adds no
+ranks.
 """
 
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -24,22 +26,41 @@ class Coords:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes of the axes; `virtual` is the number of stages that a pipeline rank holds."""
+    """Sizes of the axes; `virtual` is the number of stages that a pipeline rank holds.
+
+    `etp` is tp inside experts: of 1 tp cuts no tensor that ep cuts, and ep borrows tp ranks too. None: the size of tp.
+    """
 
     tp: int = 1  # tensor parallel
     cp: int = 1  # context parallel
-    ep: int = 1  # expert parallel, borrowed from dp * cp
+    ep: int = 1  # expert parallel, borrowed from dp * cp; with etp=1 from dp * cp * tp
     dp: int = 1  # data parallel
     pp: int = 1  # pipeline parallel
     virtual: int = 1  # stages of a pipeline rank
+    etp: int | None = None  # tensor parallel of experts
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
+        for name, size in self.sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise UserError(f"{field.name} of a parallel layout must be a whole number >= 1, got {size!r}")
-        if (self.dp * self.cp) % self.ep:
-            raise UserError(f"ep={self.ep} does not divide dp*cp = {self.dp}*{self.cp}")
+                raise UserError(f"{name} of a parallel layout must be a whole number >= 1, got {size!r}")
+        if self.etp == self.tp:
+            object.__setattr__(self, "etp", None)  # so that equal layouts are equal
+        if self.etp is not None and self.etp != 1:
+            raise UserError(f"etp={self.etp} is neither 1 nor tp={self.tp}", hint="leave etp out: it is tp")
+        if self.etp is not None and self.ep == 1:
+            raise UserError("etp=1 lets ep borrow tp ranks, and ep is 1", hint="leave etp out, or give ep")
+        axes = ("dp", "cp", "tp") if self.etp else ("dp", "cp")
+        lent = math.prod(getattr(self, axis) for axis in axes)
+        if lent % self.ep:
+            product = " * ".join(f"{axis}={getattr(self, axis)}" for axis in axes)
+            choices = ", ".join(str(size) for size in range(1, min(lent, 128) + 1) if lent % size == 0)
+            raise UserError(f"ep={self.ep} does not divide {product}", hint=f"choose ep from {choices}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes by name, as a checkpoint's root has them: `etp` only if it is not the size of tp."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: size for name, size in found.items() if size is not None}
 
     @property
     def world_size(self) -> int:
@@ -55,9 +76,12 @@ class ParallelLayout:
         """Return the index of the rank at `coords` along an axis, and the axis's size.
 
         Neighbours among the dp*cp ranks differ along ep: with dp=4 and ep=2, dp ranks 0, 1, 2, 3 have ep 0, 1, 0, 1.
+        With etp=1 they are those among the dp*cp*tp ranks.
         """
-        index = (coords.dp * self.cp + coords.cp) % self.ep if axis == "ep" else getattr(coords, axis)
-        return index, getattr(self, axis)
+        if axis != "ep":
+            return getattr(coords, axis), getattr(self, axis)
+        place = coords.dp * self.cp + coords.cp
+        return (place * self.tp + coords.tp if self.etp else place) % self.ep, self.ep
 
     def coords(self, rank: int) -> Coords:
         """Return the mesh position of a global rank."""
@@ -72,12 +96,17 @@ class ParallelLayout:
         return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
 
     def __str__(self) -> str:
-        sizes = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return "-".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
+        sizes = self.sizes.items()
+        return "-".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "etp") or "tp1"
 
     @classmethod
     def parse(cls, text: str) -> "ParallelLayout":
         """Return the layout written as `tp8-pp4`; axes left out are 1."""
+        return cls(**cls.named_sizes(text))
+
+    @classmethod
+    def named_sizes(cls, text: str) -> dict[str, int]:
+        """Return the sizes that a layout written as `tp8-pp4` names."""
         names = {f.name for f in fields(cls)}
         sizes: dict[str, int] = {}
         for part in text.split("-"):
@@ -85,7 +114,7 @@ class ParallelLayout:
             if match is None or match[1] not in names or match[1] in sizes:
                 raise UserError(f"{text!r} is not a parallel layout", hint="write it like tp8-pp4 or tp2-dp4-pp2")
             sizes[match[1]] = int(match[2])
-        return cls(**sizes)
+        return sizes
 
 
 def check_rank(rank: int, world_size: int) -> None:

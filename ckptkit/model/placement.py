@@ -4,7 +4,7 @@ A placement holds for every layout: it names axes and limits, never sizes of axe
 other ranks than those that saved it. Padding exists in live tensors only: a rank's box is clipped to the true shape.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ckptkit.model.box import Box
@@ -12,6 +12,7 @@ from ckptkit.model.layout import Axis, Coords, ParallelLayout, rank_stages, stag
 from threefold.errors import UserError
 
 AXES: tuple[Axis, ...] = get_args(Axis)
+_FIRST = Coords()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Placement:
         50257 rows over tp=4 are 12565 rows a rank with `round_to=1`, 12672 with 128. UserError if an axis does not fit.
         """
         lengths = list(shape)
+        layout, _ = self._seen(layout)
         for cut in self.cuts:
             length, size = lengths[cut.dim], getattr(layout, cut.axis)
             if not cut.fits(length, size, may_pad=self.round_to is not None):
@@ -83,14 +85,19 @@ class Placement:
 
         UserError if an axis does not fit.
         """
-        parts = dict.fromkeys(range(len(shape)), 0)  # which part of each dim
+        parts, live = self.parts(layout, coords), self.live_shape(name, shape, layout)
+        offset = tuple(min(parts.get(dim, 0) * live[dim], length) for dim, length in enumerate(shape))
+        return Box(offset, tuple(min(n, length - a) for a, n, length in zip(offset, live, shape, strict=True)))
+
+    def parts(self, layout: ParallelLayout, coords: Coords) -> dict[int, int]:
+        """Return which part of each cut dim the rank at `coords` holds: ranks of equal parts hold the same values."""
+        layout, coords = self._seen(layout, coords)
+        parts = dict.fromkeys((cut.dim for cut in self.cuts), 0)
         for cut in self.cuts:
             index, size = layout.along(cut.axis, coords)
             num_parts = cut.num_parts(size)
             parts[cut.dim] = parts[cut.dim] * num_parts + index * num_parts // size
-        live = self.live_shape(name, shape, layout)
-        offset = tuple(min(part * n, length) for part, n, length in zip(parts.values(), live, shape, strict=True))
-        return Box(offset, tuple(min(n, length - a) for a, n, length in zip(offset, live, shape, strict=True)))
+        return parts
 
     def is_first_replica(self, layout: ParallelLayout, coords: Coords) -> bool:
         """Return whether this rank is the first of those along tp and the axes of the cuts that hold its box: it saves.
@@ -98,6 +105,7 @@ class Placement:
         Of a tensor without cuts that is tp rank 0; of one with `max_parts=2` over tp=4, ranks 0 and 2. Ranks of one
         data group are all first or none: each saves an interval.
         """
+        layout, coords = self._seen(layout, coords)
         num_parts = {cut.axis: cut.num_parts(getattr(layout, cut.axis)) for cut in self.cuts}
         num_parts.setdefault("tp", 1)
         places = {axis: layout.along(axis, coords) for axis in num_parts}
@@ -107,8 +115,10 @@ class Placement:
         """Return this rank's index in its data group, and the group's size.
 
         A data group is the ranks that hold one box for other samples: dp*cp of them, or those that differ in no axis of
-        the cuts. With dp=4 and ep=2, dp ranks 0 and 2 are the data group of expert part 0: (0, 2) and (1, 2).
+        the cuts. With dp=4 and ep=2, dp ranks 0 and 2 are the data group of expert part 0: (0, 2) and (1, 2). With
+        etp=1 the tp ranks that hold a box are of its data group.
         """
+        layout, coords = self._seen(layout, coords)
         index, size = coords.dp * layout.cp + coords.cp, layout.dp * layout.cp
         axis = self.data_axis
         width = 1 if axis is None else getattr(layout, axis)
@@ -118,6 +128,13 @@ class Placement:
     def data_axis(self) -> Axis | None:
         """The axis among the cuts that is borrowed from the data-parallel ranks; at most one."""
         return next((cut.axis for cut in self.cuts if cut.axis != "tp"), None)
+
+    def _seen(self, layout: ParallelLayout, coords: Coords = _FIRST) -> tuple[ParallelLayout, Coords]:
+        """Return a layout and a place in it as the cuts see them: with etp=1 tp ranks are cp ranks to experts."""
+        if layout.etp is None or self.data_axis != "ep":
+            return layout, coords
+        seen = replace(layout, tp=1, cp=layout.cp * layout.tp, etp=None)
+        return seen, replace(coords, tp=0, cp=coords.cp * layout.tp + coords.tp)
 
     def _choices(self, cut: Cut, length: int) -> str:
         largest = min(length if self.round_to is None else 128, cut.max_parts or length, 128)

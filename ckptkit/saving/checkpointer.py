@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.format.address import open_run
@@ -132,7 +132,7 @@ class Checkpointer(Closing):
             return running.stall_s
         options = self._options
         order = SaveOrder(
-            seat=seat, share=self._share, files=tuple(files), ring=ring, draft=draft, layout=asdict(layout),
+            seat=seat, share=self._share, files=tuple(files), ring=ring, draft=draft, layout=layout.sizes,
             num_layers=num_layers, metadata=plain_json(metadata), arena_bytes=self._arena.size,
             deadline_s=options.deadline_s, retry_s=options.retry_s, retention=options.retention, code=self._code,
             stripe_count=options.stripe_count, stripe_size_bytes=options.stripe_size_bytes,

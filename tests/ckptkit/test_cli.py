@@ -11,6 +11,8 @@ import pytest
 
 from ckptkit.cli import main
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Cut, Placement
+from ckptkit.model.tensor import TensorInfo
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.storage import open_storage
@@ -121,6 +123,22 @@ def test_hash_is_unchanged_by_reshard_there_and_back(capsys: Capture, run_url: s
 def test_axes_have_the_spelling_of_megatron_too(capsys: Capture, run_url: str, tmp_path: Path, alias: str) -> None:
     code, out, _ = call(capsys, "reshard", run_url, str(tmp_path / "x"), alias, "4", "--json")
     assert (code, json.loads(out)["target_layout"]) == (0, "tp4")
+
+
+@pytest.mark.parametrize("flag", ["--etp", "--expert-tensor-parallel-size"])
+def test_experts_are_cut_for_ranks_of_tp_too(capsys: Capture, tmp_path: Path, flag: str) -> None:
+    experts = TensorInfo("layers.0.mlp.up", "F32", (4, 6, 2), Placement(0, (Cut(0, "ep"), Cut(1, "tp"))))
+    source, first, second = (str(tmp_path / name) for name in ("run", "first", "second"))
+    write_checkpoint(open_storage(source), 1, ParallelLayout(tp=2), 1, [experts], values([experts]))
+    sizes = ("--tp", "2", "--dp", "2", "--ep", "4")
+    assert_refused(call(capsys, "reshard", source, first, *sizes), 2, "ep=4 does not divide dp=2 * cp=1")
+    assert_refused(call(capsys, "reshard", source, first, *sizes, flag, "3"), 2, "etp=3 is neither 1 nor tp=2")
+    assert call(capsys, "reshard", source, first, *sizes, flag, "1")[0] == 0
+    assert "tp2-ep4-dp2-etp1, 1 layers" in call(capsys, "inspect", first)[1]
+    assert "tp2-ep4-dp2-etp1 -> tp2" in call(capsys, "reshard", first, second, "--tp", "2", "--from", "ep4-etp1")[1]
+    found = [json.loads(call(capsys, "hash", each, "--json")[1])["all"] for each in (source, first, second)]
+    assert len(set(found)) == 1
+    assert call(capsys, "verify", first)[0] == 0
 
 
 def assert_refused(result: tuple[int, str, str], code: int, *parts: str) -> None:

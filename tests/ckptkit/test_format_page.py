@@ -11,6 +11,7 @@ import pytest
 import xxhash
 from safetensors import safe_open
 
+from ckptkit.format.root import Root
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Cut, Placement
@@ -139,6 +140,9 @@ def held_by(root: dict, row: dict, rank: int) -> list[tuple[int, int]]:
     rest, cp = divmod(rest, sizes["cp"])
     place = {"tp": tp, "cp": cp, "ep": (rest % sizes["dp"] * sizes["cp"] + cp) % sizes["ep"]}
     cuts, round_to = placement_of(row, root["version"])
+    if "etp" in sizes and "ep" in [cut[1] for cut in cuts]:
+        place |= {"tp": 0, "ep": rank % (sizes["tp"] * sizes["cp"] * sizes["dp"]) % sizes["ep"]}
+        sizes = sizes | {"tp": 1}
     part, parts = [0] * len(row["shape"]), [1] * len(row["shape"])
     for dim, axis, most in cuts:
         q = sizes[axis] if most is None else min(sizes[axis], most)
@@ -263,6 +267,20 @@ def test_a_reader_written_from_the_page_reads_both_versions(folder: str, step: i
                 stage_of(reader.root, reader.rows[name]) % reader.root["layout"]["pp"]
                 == rank * (reader.root["layout"]["pp"]) // world
             )
+
+
+@pytest.mark.parametrize("text", ["tp2-ep2-dp2", "tp2-ep2-dp2-etp1", "tp2-cp2-ep4-pp2-etp1"])
+def test_ranks_hold_of_experts_what_the_page_says(text: str) -> None:
+    layout = ParallelLayout.parse(text)
+    placements = [Placement(0, (Cut(0, "ep"), Cut(1, "tp"))), Placement(0, (Cut(0, "ep"),)), Placement(0, (Cut(1),))]
+    tensors = {f"w{n}": TensorInfo(f"w{n}", "F32", (8, 4, 3), each) for n, each in enumerate(placements)}
+    root = json.loads(Root(1, "a", layout, 2, tensors, (), {}).to_bytes())
+    assert ("etp" in root["layout"]) == ("etp" in text)
+    for row, info in zip(root["tensors"], tensors.values(), strict=True):
+        for rank in range(layout.world_size):
+            box = info.placement.local_box(info.name, info.shape, layout, layout.coords(rank))
+            spans = [(a, a + n) for a, n in zip(box.offset, box.shape, strict=True)]
+            assert held_by(root, row, rank) == spans, (info.name, rank)
 
 
 def test_data_files_are_safetensors_with_the_header_of_the_page(tmp_path: Path) -> None:

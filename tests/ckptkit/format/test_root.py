@@ -83,6 +83,15 @@ def test_a_root_of_version_1_holds_the_same_in_the_placements_of_version_2() -> 
     assert json.loads(found.to_bytes())["version"] == 2
 
 
+def test_a_layout_names_etp_only_where_older_readers_would_be_wrong() -> None:
+    root = replace(ROOT, layout=ParallelLayout(tp=2, ep=8, dp=4, etp=1))
+    assert Root.from_bytes(root.to_bytes(), "here") == root
+    assert json.loads(root.to_bytes())["layout"]["etp"] == 1
+    for layout in (ROOT.layout, ParallelLayout(tp=2, ep=4, dp=4), ParallelLayout(tp=2, ep=4, dp=4, etp=2)):
+        found = json.loads(replace(ROOT, layout=layout).to_bytes())["layout"]
+        assert list(found) == ["tp", "cp", "ep", "dp", "pp", "virtual"]
+
+
 def test_a_certificate_is_kept_as_it_is() -> None:
     root = replace(ROOT, certificate={"by": ["a", 1.5, None], "of": {"all": "00ff"}})
     root.check()
@@ -169,7 +178,7 @@ def spoil(found: dict[str, Any], path: str, value: object) -> bytes:
     [
         ("step", -1), ("step", 1.5), ("step", True), ("step", 10**30),
         ("attempt", "../a1"), ("attempt", "a/b"), ("attempt", ""), ("attempt", "x" * 200), ("attempt", 3),
-        ("layout", {"tp": 0}), ("layout", {"gp": 1}), ("layout", 3),
+        ("layout", {"tp": 0}), ("layout", {"gp": 1}), ("layout", 3), ("layout.etp", 1), ("layout.etp", 3),
         ("saved", None), ("saved", 3), ("saved", {}), ("saved.saved_at", 3), ("saved.saved_at", "yesterday"),
         ("saved.saved_at", "2026-11-21T10:00:00"), ("saved.saved_at", "9999-12-31T23:59:59-23:59"),
         ("saved.saved_at", "0001-01-01T00:00:00+23:59"), ("saved.host", None), ("saved.code", "x" * 256),

@@ -27,6 +27,9 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     cp, dp = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2)]))
     ep = draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0]))
     tp, pp, virtual = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    if tp > 1 and draw(st.booleans()):
+        ep = draw(st.sampled_from([n for n in range(2, dp * cp * tp + 1) if dp * cp * tp % n == 0]))
+        return ParallelLayout(tp, cp, ep, dp, pp, virtual, etp=1)
     return ParallelLayout(tp, cp, ep, dp, pp, virtual)
 
 
@@ -52,10 +55,18 @@ def tensors_for(draw: st.DrawFn, *layouts: ParallelLayout) -> list[TensorInfo]:
     return tensors
 
 
+def size_by_hand(info: TensorInfo, layout: ParallelLayout, axis: Axis) -> int:
+    """The size of an axis for a tensor: with etp=1 that of tp is 1 for experts."""
+    is_expert = "ep" in [cut.axis for cut in info.placement.cuts]
+    return 1 if axis == "tp" and is_expert and layout.etp == 1 else int(getattr(layout, axis))
+
+
 def index_by_hand(layout: ParallelLayout, axis: Axis, rank: int) -> int:
     """The place of a rank along an axis, by listing all ranks: tp runs fastest, then cp, dp, pp."""
     grid = np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
     _, dp, cp, tp = (int(place[0]) for place in np.nonzero(grid == rank))
+    if axis == "ep" and layout.etp == 1:
+        return rank % (layout.world_size // layout.pp) % layout.ep
     if axis == "ep":
         return [number % layout.ep for number in range(layout.dp * layout.cp)][dp * layout.cp + cp]
     return {"tp": tp, "cp": cp}[axis]
@@ -66,13 +77,14 @@ def box_by_hand(info: TensorInfo, layout: ParallelLayout, rank: int) -> tuple[li
     kept, room = [], []
     for dim, length in enumerate(info.shape):
         cuts = [each for each in info.placement.cuts if each.dim == dim]
-        parts = [min(getattr(layout, each.axis), each.max_parts or 99) for each in cuts]
+        parts = [min(size_by_hand(info, layout, each.axis), each.max_parts or 99) for each in cuts]
         step = 1 if not cuts else info.placement.round_to or 1
         size = next(n for n in range(0, length + step, step) if n * math.prod(parts) >= length)
         indexes = np.arange(size * math.prod(parts))
         for each, num in zip(cuts, parts, strict=True):
-            holders = np.repeat(np.arange(num), getattr(layout, each.axis) // num)
-            indexes = indexes.reshape(num, -1)[holders[index_by_hand(layout, each.axis, rank)]]
+            num_ranks = size_by_hand(info, layout, each.axis)
+            holders = np.repeat(np.arange(num), num_ranks // num)
+            indexes = indexes.reshape(num, -1)[holders[index_by_hand(layout, each.axis, rank) % num_ranks]]
         kept.append(indexes[indexes < length])
         room.append(size)
     return kept, room
@@ -158,6 +170,34 @@ def test_experts_by_ep_and_tp_over_eight_ranks() -> None:
     layout = ParallelLayout(tp=2, ep=2, dp=4)
     assert [box_of(up, layout, rank).offset for rank in range(8)] == [(0, 0, 0), (0, 2, 0), (1, 0, 0), (1, 2, 0)] * 2
     assert [up.placement.data_group(layout, layout.coords(rank)) for rank in range(8)] == [(0, 2)] * 4 + [(1, 2)] * 4
+
+
+def test_with_etp_1_experts_are_whole_and_ep_borrows_tp_ranks() -> None:
+    up = TensorInfo("up", "F32", (4, 4, 3), Placement(0, (Cut(0, "ep"), Cut(1, "tp"))))
+    layout = ParallelLayout(tp=2, ep=4, dp=4, etp=1)
+    assert [box_of(up, layout, rank) for rank in range(8)] == [Box((n, 0, 0), (1, 4, 3)) for n in (0, 1, 2, 3)] * 2
+    assert [up.placement.data_group(layout, layout.coords(rank)) for rank in range(8)] == [(0, 2)] * 4 + [(1, 2)] * 4
+    assert up.placement.live_shape("up", up.shape, layout) == (1, 4, 3)
+    down = TensorInfo("down", "F32", (4, 4), Placement(0, (Cut(0),)))
+    assert [box_of(down, layout, rank).offset[0] for rank in range(4)] == [0, 2] * 2, "others are cut by tp as ever"
+
+
+def test_etp_is_1_or_tp_and_is_written_only_where_it_says_something() -> None:
+    assert ParallelLayout(tp=2, ep=2, dp=2, etp=2) == ParallelLayout(tp=2, ep=2, dp=2)
+    assert ParallelLayout(ep=2, dp=2, etp=1) == ParallelLayout(ep=2, dp=2)
+    assert "etp" not in ParallelLayout(tp=2, ep=2, dp=2, etp=2).sizes
+    layout = ParallelLayout(tp=2, ep=4, dp=2, etp=1)
+    assert (layout.sizes["etp"], str(layout)) == (1, "tp2-ep4-dp2-etp1")
+    assert ParallelLayout.parse(str(layout)) == layout
+    for sizes, text in (
+        ({"tp": 4, "ep": 2, "dp": 2, "etp": 2}, "etp=2 is neither 1 nor tp=4"),
+        ({"tp": 4, "dp": 2, "etp": 1}, "etp=1 lets ep borrow tp ranks, and ep is 1"),
+        ({"tp": 2, "ep": 3, "dp": 2, "etp": 1}, r"ep=3 does not divide dp=2 \* cp=1 \* tp=2"),
+        ({"tp": 2, "ep": 4, "dp": 2}, r"ep=4 does not divide dp=2 \* cp=1"),
+        ({"tp": 2, "ep": 2, "dp": 2, "etp": 0}, "etp of a parallel layout must be a whole number >= 1, got 0"),
+    ):
+        with pytest.raises(UserError, match=text):
+            ParallelLayout(**sizes)
 
 
 def test_a_vocabulary_is_rounded_on_each_rank_and_stored_as_it_is() -> None:
