@@ -34,6 +34,9 @@ LONGEST = (
     "test_store_source",
     "test_hostile_text",
     "test_fuzz",
+    *("test_demo", "test_notebook", "test_packages", "test_presets", "test_tiny"),
+    *("test_guides", "test_compiled", "test_rope", "test_readme", "test_parity", "test_loop", "test_ranks"),
+    *("test_durable_names", "test_kill", "test_s3_faults"),
 )
 
 

@@ -250,6 +250,7 @@ def run_as_typed(commands: str, folder: Path, timeout_s: float = 280) -> subproc
     )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize(("guide", "title", "commands"), sections())
 def test_every_command_of_a_guide_runs(

@@ -88,6 +88,7 @@ ckptkit.latest(1)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_users_mypy_sees_the_types_of_the_installed_packages(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)

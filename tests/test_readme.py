@@ -44,6 +44,7 @@ def journeys() -> str:
     return commands
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_the_journeys_run_as_typed(tmp_path: Path, s3_url: str) -> None:

@@ -48,6 +48,7 @@ print("all worked")
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_every_load_path_works_where_nothing_can_be_unpickled(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -112,6 +112,7 @@ def sweeps_what_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.runs.debris.SAFE_AGE_S", -3600.0)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plant",
     [

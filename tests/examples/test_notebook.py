@@ -23,6 +23,7 @@ def test_it_is_a_notebook_without_output() -> None:
     assert [title[:12] for title in titles[1:]] == ["## Journey 1", "## Journey 2", "## Journey 3"]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_cell_runs_after_the_one_before(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_its_comment_has_its_numbers() -> None:
     assert re.search(rf"{model['num_layers']} layers of {model['hidden_size']}, {train['train_steps']} steps", readme)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_its_loss_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ from trainer.ops.norm import layer_norm, rms_norm
 from trainer.ops.rope import rope, rope_turns
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_dropout_has_the_same_bits() -> None:
     def form(x: torch.Tensor) -> torch.Tensor:

@@ -219,6 +219,7 @@ def test_outputs_without_gradients(device: str) -> None:
     assert not qkv.grad[:, :-16].any()
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_many_tokens(device: str) -> None:
     case = Case((40_000, 2, 1, 64), torch.float32, device)

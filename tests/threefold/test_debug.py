@@ -68,6 +68,7 @@ def test_scratch_is_kept_and_named(debugging: None, tmp_path: Path, capsys: Capt
     assert capsys.readouterr().err == f"THREEFOLD_DEBUG: {tmp_path} is kept\n"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_preprocess_that_fails_keeps_its_scratch_until_the_next(tmp_path: Path) -> None:
     from datakit import train_tokenizer

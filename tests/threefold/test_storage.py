@@ -33,6 +33,7 @@ class TestS3(StorageConformance):
         return open_storage(s3_url)
 
 
+@pytest.mark.ci
 @pytest.mark.slow  # another way to the same server
 class TestS3fs(StorageConformance):
     """The same server through fsspec: s3a:// is s3fs's, too."""

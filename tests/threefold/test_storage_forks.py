@@ -67,6 +67,7 @@ def test_a_fork_of_a_process_that_made_requests_of_an_object_store_is_refused(s3
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.slow  # s3fs takes seconds
 def test_a_fork_opens_what_is_behind_fsspec_again(s3_url: str) -> None:
     assert printed(s3_url.replace("s3://", "s3a://")) == [

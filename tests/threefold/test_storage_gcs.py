@@ -19,6 +19,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
         yield bucket
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.usefixtures("bucket")
 class TestGcs(StorageConformance):

@@ -156,6 +156,7 @@ def test_sso_hands_out_keys_for_the_token_of_a_login(aws: Aws, home: Path, s3_ur
     assert set(aws.asked) == {"/federation/credentials train 123456789012"}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["session", "legacy"])
 @pytest.mark.parametrize("login", ["none", "expired", "revoked"])

@@ -43,6 +43,7 @@ def _quick_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "2")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["503", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "cut"))])
 def test_passing_faults_are_survived(s3_proxy: FaultProxy, s3_url: str, kind: str) -> None:
     storage = open_storage(s3_url)
@@ -65,6 +66,7 @@ def test_a_body_that_breaks_off_is_read_to_its_end(s3_proxy: FaultProxy, s3_url:
     assert s3_proxy.num_faults == 2
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["503", "reset", "stall"])
 def test_lasting_faults_are_errors_and_no_hangs(
@@ -82,6 +84,7 @@ def test_lasting_faults_are_errors_and_no_hangs(
     assert patient.read("key") == b"after"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_large_write_that_fails_is_never_listed(s3_proxy: FaultProxy, s3_url: str) -> None:
     storage = open_storage(s3_url)
@@ -92,6 +95,7 @@ def test_a_large_write_that_fails_is_never_listed(s3_proxy: FaultProxy, s3_url: 
     assert list(storage.list()) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["503", "reset", "cut", pytest.param("stall", marks=pytest.mark.slow)])
 def test_of_a_large_write_only_the_parts_that_failed_are_sent_again(
     s3_proxy: FaultProxy, s3_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +137,7 @@ open_storage(sys.argv[1]).write("step/key", buffers())
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_what_a_killed_upload_left_is_found_and_aborted(s3_url: str) -> None:
     for url in (f"{s3_url}/run", f"{s3_url}/run-2"):
@@ -189,6 +194,7 @@ def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_url: str) -> None:
     assert storage.read("key") == b"x"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [

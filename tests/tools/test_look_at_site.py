@@ -38,6 +38,7 @@ def site() -> Path:
     return ROOT / "build" / "site"
 
 
+@pytest.mark.ci
 def test_no_page_has_a_fault(site: Path) -> None:
     done = look(site)
     assert (done.returncode, done.stdout) == (0, "")
@@ -46,6 +47,7 @@ def test_no_page_has_a_fault(site: Path) -> None:
     assert f"{num_pages} pages at 1280 and 390 pixels: 0 faults" in done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("words", "page"),
     [
@@ -60,10 +62,12 @@ def test_the_search_finds_what_is_typed(words: str, page: str, site: Path) -> No
     assert any(page in hit["address"] for hit in json.loads(done.stdout)), done.stdout
 
 
+@pytest.mark.ci
 def test_the_search_does_not_find_what_is_not_there(site: Path) -> None:
     assert json.loads(look(site, "--find=xylophones").stdout) == []
 
 
+@pytest.mark.ci
 def test_each_fault_of_a_page_is_seen(tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text(BAD)
     done = look(tmp_path)

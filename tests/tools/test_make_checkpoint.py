@@ -56,6 +56,7 @@ def test_the_size_asked_for_is_reached_and_tp8_divides() -> None:
             assert info.placement.round_to or all(info.shape[cut.dim] % 8 == 0 for cut in info.placement.cuts)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_checkpoint_lives_through_every_layout_local_and_s3(tmp_path: Path, s3_url: str) -> None:
     assert main([str(tmp_path / "made"), "--gib", "0.001", "--layers", "2", "--layout", "tp2-dp2"]) == 0
@@ -82,7 +83,9 @@ def data_files(run: Path) -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize(("gib", "place"), [(1.0, "local"), (4.0, "local"), (1.0, "s3"), (4.0, "s3")])
+@pytest.mark.parametrize(
+    ("gib", "place"), [pytest.param(1.0, "local", marks=pytest.mark.ci), (4.0, "local"), (1.0, "s3"), (4.0, "s3")]
+)
 def test_reshard_at_size_has_flat_memory(
     gib: float, place: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

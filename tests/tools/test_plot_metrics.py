@@ -17,6 +17,7 @@ def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_plot_of_two_runs(tmp_path: Path) -> None:
     for name in ("a", "b"):

@@ -56,6 +56,7 @@ def test_the_command_line_starts_and_stops_a_server(tmp_path: Path) -> None:
     assert "no server runs" in tool("stop", tmp_path).stderr
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_servers_run_side_by_side_and_keep_their_data(tmp_path: Path, s3_server: Server) -> None:
     server = start(tmp_path / "second")

@@ -57,6 +57,7 @@ def assert_near(left: Outcome, right: Outcome) -> None:
         torch.testing.assert_close(values, other_weights[name], rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), RUNS)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
@@ -65,6 +66,7 @@ def test_other_schedules_than_1f1b(model: str, layout: str, schedule: Any) -> No
     assert_equal(one, replace(one, parallel=replace(one.parallel, schedule=schedule)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("model", "layout"), RUNS)
 def test_activations_kept_and_made_again(model: str, layout: str) -> None:
     one = config(model, layout)
@@ -72,6 +74,7 @@ def test_activations_kept_and_made_again(model: str, layout: str) -> None:
     assert_equal(one, replace(one, train=replace(one.train, recompute=again)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("model", "layout"), [
     ("gpt2", "tp1"), *(
         pytest.param(model, layout, marks=pytest.mark.slow)
@@ -93,6 +96,7 @@ def test_logits_made_in_parts(model: str, layout: str) -> None:
     assert_near(found, outcome(whole))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("first", "second"), [("tp1", "pp2"), ("dp2", "dp2-pp2"), pytest.param("tp2", "tp2-pp3", marks=pytest.mark.slow)]
 )
@@ -100,6 +104,7 @@ def test_other_stages_for_untied_heads_and_at_most_two_terms_a_sum(first: str, s
     assert_equal(config("llama", first), config("llama", second))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "schedule", [pytest.param("1f1b", marks=pytest.mark.slow), pytest.param("gpipe", marks=pytest.mark.slow), "zb-h1"]
 )
@@ -121,6 +126,7 @@ def deep(config: Config) -> Config:
     return replace(config, model=replace(config.model, num_layers=7))
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_other_stages_in_bf16() -> None:
     """A stage's end rounds the residual stream's sum, and its gradient, as the norm inside a stage does."""
@@ -131,6 +137,7 @@ def test_other_stages_in_bf16() -> None:
     assert_equal(one, other)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

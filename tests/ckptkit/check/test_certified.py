@@ -103,6 +103,7 @@ def test_the_ranks_of_every_layout_add_up_to_the_same_certificate(layout: Parall
     assert total.certificate() == EXPECTED
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "other"),
     [("tp2-dp2", "tp4"), pytest.param("dp3-pp2", "tp2-pp3-dp2", marks=pytest.mark.slow)],

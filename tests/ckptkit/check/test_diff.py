@@ -279,6 +279,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     for name, rows in (("small", 4), ("large", 80_000)):

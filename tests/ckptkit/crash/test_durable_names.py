@@ -87,6 +87,7 @@ def test_a_rank_that_sees_the_root_returns_once_its_name_is_durable(names: Durab
     assert num_committed >= 2
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_no_step_goes_before_the_name_of_the_newest_is_durable(names: DurableNames) -> None:
     num_pruned = 0
@@ -124,6 +125,7 @@ def resharded(storage: Storage, shard: Shard = WHOLE) -> None:
         reshard(source, open_storage(f"{storage.address}-resharded/run"), layout, shard=shard)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", [copied, resharded])
 def test_what_a_killed_verb_left_is_durable_once_the_same_call_ends(
@@ -134,6 +136,7 @@ def test_what_a_killed_verb_left_is_durable_once_the_same_call_ends(
         assert names.on_commit == names.lost() == []
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_last_shard_commits_no_file_of_another_that_is_not_durable(names: DurableNames) -> None:
     begin = partial(save_ranks, step=1, attempt="a", layout=LAYOUT, value=7)

@@ -16,6 +16,7 @@ FAST = ["linkat"]
 SLOW = ["pwrite64", "renameat", "mkdirat", "openat", "fallocate", "write", "fsync", "unlinkat"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("call", [*FAST, *(pytest.param(call, marks=pytest.mark.slow) for call in SLOW)])
 def test_a_writer_killed_at_any_call_leaves_each_step_whole_or_unlisted(tmp_path: Path, call: str) -> None:
     storage, was_committed = open_storage(tmp_path), []

@@ -104,6 +104,7 @@ def test_a_fault_that_lasts_costs_one_save(
         assert newest_good(s3_url, SMALL) == step
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.usefixtures("_impatient")
 def test_a_server_that_goes_away_costs_one_save(s3_proxy: FaultProxy, s3_url: str, checkpointer: Checkpointer) -> None:
@@ -167,7 +168,7 @@ def test_a_restore_from_a_server_that_fails_is_an_error_and_no_damage(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["killed", "fails"])
+@pytest.mark.parametrize("then", [pytest.param("killed", marks=pytest.mark.ci), "fails"])
 def test_a_stuck_upload_of_parts_costs_one_save(
     s3_proxy: FaultProxy, s3_url: str, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

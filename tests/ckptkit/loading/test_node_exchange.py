@@ -57,6 +57,7 @@ def start(run: Path, options: list[list[str]]) -> list[dict[str, Any]]:
             process.wait()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -78,6 +79,7 @@ def test_each_byte_is_read_once_and_results_are_equal(run: Path, layouts: list[s
     assert len({layout for layout in layouts if layout}) > 1 or max(each["read"] for each in told) < NUM_BYTES / 2
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_damage_that_one_rank_reads_is_told_to_all(run: Path) -> None:
     path = next(run.rglob("part-00002.safetensors"))
@@ -93,6 +95,7 @@ def test_damage_that_one_rank_reads_is_told_to_all(run: Path) -> None:
     assert "weight is stored" in told[0]["error"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("then", "said"),
     [
@@ -107,6 +110,7 @@ def test_a_rank_that_is_gone_is_named_by_all_others(run: Path, then: str, said: 
     assert {each["kind"] for each in told} == {"StorageError"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("limit", "said"),
     [

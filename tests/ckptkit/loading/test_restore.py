@@ -117,6 +117,7 @@ def test_tied_tensors_come_from_the_tensor_that_holds_them(tmp_path: Path) -> No
     assert (embed.data == expected).all()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_flipped_byte_is_found_with_file_offset_and_tensor(
     tmp_path: Path, place: str, request: pytest.FixtureRequest
@@ -147,6 +148,7 @@ def test_a_flipped_byte_is_found_with_file_offset_and_tensor(
         restore(url, 1, [piece for piece in pieces if piece.name == "optim.exp_avg_sq/norm.weight"])
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_byte_flipped_on_the_wire_is_found(s3_proxy: FaultProxy, s3_url: str) -> None:
     tensors = gpt_tensors(hidden=128, ffn=512, vocab=2000)
@@ -162,6 +164,7 @@ def test_a_byte_flipped_on_the_wire_is_found(s3_proxy: FaultProxy, s3_url: str) 
         assert_restored(pieces, pieces_of(tensors, ONE, 0, values(tensors)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_rank_reads_little_more_than_its_part(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
     tensors = gpt_tensors(hidden=256, ffn=1024, vocab=16_000)
@@ -195,6 +198,7 @@ print(needed, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 10
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_rank_holds_little_more_than_its_part(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
     tensors = gpt_tensors(hidden=256, ffn=1024, vocab=16_000)

@@ -97,6 +97,7 @@ def loaded(rank: int, layout: str, folder: str) -> list[float]:
     return train(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), range(4, 7))
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "num_ranks", "other"), [("fsdp", 2, "tp"), ("fsdp_tp", 4, "fsdp")])
 def test_sharded_states_and_optimizers_go_on_after_a_round_trip(

@@ -62,6 +62,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 SLOW_KINDS = {1, 2, 3, 4, *range(9, 15)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     [pytest.param(*kind, marks=[pytest.mark.slow] * (number in SLOW_KINDS)) for number, kind in enumerate(KINDS)],
@@ -196,6 +197,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(new_file.NewFile, "publish", dying)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_killed_anywhere_the_same_call_ends_with_the_same_bytes(tmp_path: Path) -> None:
     source = tmp_path / "source"

@@ -93,6 +93,7 @@ def test_each_rule_that_changes_nothing_makes_the_same_bytes(tied_source: Storag
 
 
 @given(rules=st.sampled_from(NO_CHANGE), first=LAYOUTS, second=LAYOUTS, tied=st.booleans())
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_mapping_that_changes_nothing_makes_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, rules: str, first: ParallelLayout, second: ParallelLayout, tied: bool
@@ -179,6 +180,7 @@ def test_parts_become_a_whole_and_parts_again(tied_source: Storage, tmp_path: Pa
         mapped(tied_source, open_storage(tmp_path / "none"), f"{fuse}\n{split}", tmp_path)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @given(
     first=LAYOUTS, second=LAYOUTS, sizes=st.lists(st.integers(1, 36), min_size=1, max_size=4, unique=True).map(sorted),

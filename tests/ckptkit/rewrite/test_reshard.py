@@ -52,6 +52,7 @@ def data_files(storage: Storage, step: int) -> list[bytes]:
 
 @settings(max_examples=settings().max_examples // 6)
 @given(first=layouts, second=layouts, tied=st.booleans())
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_target_is_what_its_ranks_would_have_saved(
     tmp_path_factory: pytest.TempPathFactory, first: ParallelLayout, second: ParallelLayout, tied: bool

@@ -220,6 +220,7 @@ def test_a_file_that_is_gone_at_the_end_is_not_committed(source: Storage, tmp_pa
     assert root_info(target, STEP) is None
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("is_local", [True, False])
 def test_three_processes_one_of_them_killed_and_run_again(

@@ -86,6 +86,7 @@ def test_what_is_not_understood_is_one_error_and_nothing_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("megatron") is None,

@@ -303,6 +303,7 @@ def test_a_time_that_a_storage_does_not_tell_makes_no_orphan(tmp_path: Path) -> 
     assert prune(storage, LAST, orphans_older_than_s=0).orphans == []
 
 
+@pytest.mark.ci
 @needs_strace
 @pytest.mark.parametrize("call", [1, 2, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 5, 7, 8, 9, 10))])
 def test_a_prune_that_is_killed_in_a_deletion_continues(tmp_path: Path, call: int) -> None:

@@ -94,6 +94,7 @@ def test_of_two_tries_the_one_set_aside_last_comes_back() -> None:
     assert read_root(storage, 2).attempt == "a2"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("served", "undo"),
     [

@@ -56,6 +56,7 @@ def test_a_save_that_meets_another_is_skipped(s3_proxy: FaultProxy, s3_url: str)
     assert_holds(s3_url, 3, SMALL, scale=3)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_nobody_waits_for_a_rank_that_skips(s3_proxy: FaultProxy, s3_url: str) -> None:
     layout = ParallelLayout(dp=2)
@@ -79,6 +80,7 @@ def test_nobody_waits_for_a_rank_that_skips(s3_proxy: FaultProxy, s3_url: str) -
     assert committed_steps(open_storage(s3_url)) == [1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("delay_s", "patience_s"), [pytest.param(0.5, 30.0, marks=pytest.mark.slow), (60.0, 0.2)])
 def test_an_older_save_is_given_up_for_a_newer(
     s3_proxy: FaultProxy, s3_url: str, delay_s: float, patience_s: float, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +103,7 @@ def test_an_older_save_is_given_up_for_a_newer(
     assert_holds(s3_url, 2, SMALL, scale=2)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_that_pauses_before_another_try_hears_that_it_is_given_up(
     s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +122,7 @@ def test_a_writer_that_pauses_before_another_try_hears_that_it_is_given_up(
     assert_holds(s3_url, 2, SMALL, scale=2)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_no_save_is_given_up_for_a_faulty_one(s3_proxy: FaultProxy, s3_url: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
@@ -135,6 +139,7 @@ def test_no_save_is_given_up_for_a_faulty_one(s3_proxy: FaultProxy, s3_url: str)
     assert_holds(s3_url, 1, SMALL)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_what_another_rank_gave_up_is_not_waited_for(
     s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +161,7 @@ def test_what_another_rank_gave_up_is_not_waited_for(
     assert committed_steps(open_storage(s3_url)) == [2]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "skip", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 3))]
 )  # data file, index, root (if-absent: a look first), and one more
@@ -177,6 +183,7 @@ def test_what_the_storage_refuses_for_a_while_is_tried_again(
     assert_holds(s3_url, 2, SMALL)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_what_it_refuses_for_longer_fails(s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")

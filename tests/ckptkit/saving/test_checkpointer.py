@@ -53,6 +53,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_url")
 
 
+@pytest.mark.ci
 def test_saves_are_committed_one_after_the_other(url: str) -> None:
     with Checkpointer(url, attempt="a") as checkpointer:
         assert checkpointer.poll() == []
@@ -68,6 +69,7 @@ def test_saves_are_committed_one_after_the_other(url: str) -> None:
         assert_holds(url, step, SMALL, scale=step)
 
 
+@pytest.mark.ci
 def test_what_changes_after_the_save_returned_is_not_saved(url: str) -> None:
     with Checkpointer(url, attempt="a") as checkpointer:
         pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
@@ -103,6 +105,7 @@ def test_after_prepare_no_save_grows_the_arena(tmp_path: Path, monkeypatch: pyte
     assert_holds(tmp_path, 2, SMALL)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("dtype", "saved_as", "restored_as"),
     [
@@ -132,6 +135,7 @@ def test_ranks_in_processes_save_and_any_layout_restores(
         assert len(reader.root.parts) == layout.world_size
 
 
+@pytest.mark.ci
 def test_torch_tensors_are_saved_and_restored_in_place(url: str) -> None:
     torch = pytest.importorskip("torch")
     for step, (dtype, torch_dtype) in enumerate([("BF16", torch.bfloat16), ("F32", torch.float32)]):
@@ -163,6 +167,7 @@ def test_the_writer_has_a_session_and_no_torch(tmp_path: Path) -> None:
     assert not is_running(writer)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("then", ["kill", pytest.param("fork-kill", marks=pytest.mark.slow)])
 def test_a_writer_finishes_its_save_after_its_trainer_was_killed(s3_proxy: FaultProxy, s3_url: str, then: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
@@ -177,6 +182,7 @@ def test_a_writer_finishes_its_save_after_its_trainer_was_killed(s3_proxy: Fault
     wait_until(lambda: not is_running(writer))  # also while another process holds its pipe open
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_finishes_local_files_after_its_trainer_was_killed(tmp_path: Path) -> None:
     trainer = start_rank(
@@ -208,6 +214,7 @@ def test_a_new_writer_follows_a_killed_one(tmp_path: Path) -> None:
     assert committed_steps(open_storage(tmp_path)) == [1, 3]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_that_hangs_is_killed(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=5.0)) as checkpointer:
@@ -219,6 +226,7 @@ def test_a_writer_that_hangs_is_killed(tmp_path: Path) -> None:
     assert committed_steps(open_storage(tmp_path)) == [2]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_that_takes_no_order_is_killed(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=2.0)) as checkpointer:
@@ -227,6 +235,7 @@ def test_a_writer_that_takes_no_order_is_killed(tmp_path: Path) -> None:
         assert checkpointer.wait()[0].error == "the writer was not done after 2 s and was killed"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that hangs in a dead file system."""
@@ -265,6 +274,7 @@ def test_the_writer_imports_nothing_from_the_current_folder(planted: Planted) ->
     assert committed_steps(open_storage("run")) == [1]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_steps_go_on_while_a_slow_storage_takes_its_time(s3_proxy: FaultProxy, s3_url: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=1.0)
@@ -279,6 +289,7 @@ def test_steps_go_on_while_a_slow_storage_takes_its_time(s3_proxy: FaultProxy, s
     assert num_steps > 100
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_whose_trainer_died_in_the_save_prunes_nothing(s3_proxy: FaultProxy, s3_url: str) -> None:
     assert all(report.ok for report in [save_whole(s3_url, step, SMALL, attempt=f"a{step}") for step in (1, 2)])
@@ -536,6 +547,7 @@ def test_closing_after_a_failed_copy_of_the_state_ends_the_writer(
     assert committed_steps(open_storage(tmp_path)) == []
 
 
+@pytest.mark.ci
 def test_older_steps_go_after_a_newer_commit(url: str) -> None:
     options = CheckpointerOptions(retention=Retention(keep_last=2))
     with Checkpointer(url, attempt="a", options=options) as checkpointer:

@@ -63,6 +63,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> l
     return made
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("pieces", "overlap", "window_bytes"),
     [

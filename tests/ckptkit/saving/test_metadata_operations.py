@@ -61,6 +61,7 @@ def operations(run: Path, num_ranks: int, rank: int) -> tuple[Counter[str], int]
 
 
 @needs_strace
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_save_costs_few_metadata_operations(tmp_path: Path) -> None:
     with folders._place(tmp_path) as folder:

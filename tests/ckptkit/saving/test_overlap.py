@@ -52,6 +52,7 @@ def begin(checkpointer: Checkpointer, step: int, pieces: list[Piece], tensors: l
     )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("options", [CheckpointerOptions(), WINDOW], ids=["arena", "window"])
 @pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
 def test_what_changes_after_the_join_is_not_saved(
@@ -89,6 +90,7 @@ def test_tensors_that_are_dropped_or_replaced_before_the_join_are_saved(
     assert committed_steps(open_storage(tmp_path)) == [1, 2]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_writer_that_dies_or_fails_frees_a_trainer_that_waits_for_room(tmp_path: Path, overlap: bool) -> None:
     pieces = pieces_of(LARGE, ONE, 0, values(LARGE))
@@ -123,6 +125,7 @@ def test_a_writer_that_hangs_frees_a_trainer_that_waits_for_room(tmp_path: Path,
     assert committed_steps(open_storage(tmp_path)) == []
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_step_whose_trainer_died_while_it_was_staged_leaves_nothing(tmp_path: Path) -> None:
     trainer = start_rank(str(tmp_path), "--steps", 1, "--hidden", 512, "--window-blocks", 2, "--then", "kill-within")

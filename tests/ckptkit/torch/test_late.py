@@ -228,7 +228,7 @@ def bytes_of_matrices(data: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.ci), "fsdp", "tp"])
 def test_a_forward_and_a_backward_of_any_wrapper_change_nothing(layout: str, tmp_path: Path) -> None:
     assert run_ranks(2, sharded_program, str(tmp_path), layout) == [["", "", ""]] * 2
     sizes = [bytes_of_matrices(data) for data in tmp_path.glob("step-000000003/*/*.safetensors")]
@@ -263,6 +263,7 @@ def change_of_a_dtensor(rank: int, url: str) -> list[str]:
     return said
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_change_of_a_dtensor_or_of_its_part_here_is_seen(tmp_path: Path) -> None:
     for said in run_ranks(2, change_of_a_dtensor, str(tmp_path)):

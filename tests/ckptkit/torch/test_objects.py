@@ -112,6 +112,7 @@ def test_an_expanded_tensor_is_not_loaded_into_and_a_step_is_a_number(tmp_path: 
     assert not state["first"].any()
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam", "LBFGS"])
 def test_optimizers_of_any_kind_go_on(kind: str, tmp_path: Path) -> None:
@@ -142,6 +143,7 @@ def test_optimizers_of_any_kind_go_on(kind: str, tmp_path: Path) -> None:
     assert steps(other, fresh) == expected
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_an_optimizer_that_had_no_state_gets_rid_of_it(tmp_path: Path) -> None:
     model, optimizer, scheduler = make("one")
@@ -153,6 +155,7 @@ def test_an_optimizer_that_had_no_state_gets_rid_of_it(tmp_path: Path) -> None:
         assert train(*make("one"), range(2)) == ahead
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_names_are_those_of_get_state_dict(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -42,6 +42,7 @@ def save_own(rank: int, url: str) -> Any:
         return state["loader"].at["sample"], state["loader"].at["order"].tolist(), state["loader"].at["seen"]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_states_of_ranks_come_back_on_their_ranks(tmp_path: Path) -> None:
     import torch

@@ -45,6 +45,7 @@ def from_fsdp_to_all(rank: int, url: str, layouts: tuple[str, ...]) -> list[list
     return [ahead, *(load_at(rank, layout, url)[1] for layout in layouts)]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_two_ranks_of_fsdp_go_on_as_any_other_program(tmp_path: Path) -> None:
     expected = uninterrupted(4)

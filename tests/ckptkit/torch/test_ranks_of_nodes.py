@@ -49,7 +49,7 @@ def go_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.ci), "hsdp"])
 def test_two_nodes_go_on_bit_for_bit_without_one_of_their_disks(tmp_path: Path, layout: str) -> None:
     folder, sizes = str(tmp_path), (2, 2)
     _, losses = run_ranks(4, go_on, folder, sizes, layout, 6, timeout_s=200)[0]
@@ -59,6 +59,7 @@ def test_two_nodes_go_on_bit_for_bit_without_one_of_their_disks(tmp_path: Path, 
         assert {first for first, _ in run_ranks(3, go_on, folder, (1, 2), "ddp", 5, timeout_s=200)} == {4}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_node_that_dies_in_a_save_takes_no_step_with_it(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from tests.ckptkit.support.torch_program import load_at, save_at
 from tests.test_guides import ROOT
 from threefold.errors import CheckFailed, StorageError, UserError
 
+pytestmark = pytest.mark.ci
+
 
 def test_a_resumed_program_goes_on_bit_for_bit(tmp_path: Path) -> None:
     ahead = save_at(0, "one", str(tmp_path), 3)
@@ -284,10 +286,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
     from tests.ckptkit.support.saves import SMALL, save_whole
 
     assert save_whole(tmp_path, 1, SMALL).ok
-    with (
-        Run(tmp_path) as run,
-        pytest.raises(UserError, match=r"was not saved by ckptkit\.torch\nhint: see"),
-    ):
+    with Run(tmp_path) as run, pytest.raises(UserError, match=r"was not saved by ckptkit\.torch\nhint: see"):
         run.load({"x": 1})
 
 

@@ -93,6 +93,7 @@ def test_due_steps_are_copied_byte_for_byte(tmp_path: Path, slow: str) -> None:
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_ranks_in_processes_copy_the_same_step(tmp_path: Path, slow: str) -> None:
     layout = ParallelLayout.parse("tp2-dp2")
@@ -111,6 +112,7 @@ def test_ranks_in_processes_copy_the_same_step(tmp_path: Path, slow: str) -> Non
         assert contents(slow, step) == contents(tmp_path / "fast", step)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_slow_tier_delays_no_save_and_the_newest_step_wins(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     fast = tmp_path / "fast"
@@ -150,6 +152,7 @@ def test_a_dead_tier_fails_no_save_and_gets_the_step_once_it_is_back(
     assert_holds(s3_url, 2, SMALL, scale=2)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_finishes_its_copies_after_its_trainer_was_killed(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
@@ -165,6 +168,7 @@ def test_a_writer_finishes_its_copies_after_its_trainer_was_killed(
         assert_holds(url, 7, SMALL, scale=7)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_without_a_trainer_prunes_nothing(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     """The job's next start may be reading an older step."""
@@ -183,6 +187,7 @@ def test_a_writer_without_a_trainer_prunes_nothing(tmp_path: Path, s3_proxy: Fau
     assert committed_steps(open_storage(s3_url)) == [1, 7]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_writer_killed_while_it_copies_leaves_nothing_listed_and_its_successor_copies_the_step(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
@@ -208,6 +213,7 @@ def test_a_writer_killed_while_it_copies_leaves_nothing_listed_and_its_successor
     assert committed_steps(open_storage(fast)) == [10, 13]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_copy_of_several_ranks_survives_the_death_of_a_writer(
@@ -239,6 +245,7 @@ def test_a_copy_of_several_ranks_survives_the_death_of_a_writer(
     assert_holds(s3_url, 10, SMALL, scale=10)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_what_a_writer_left_undone_at_the_end_is_taken_up_once(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
@@ -262,6 +269,7 @@ def test_what_a_writer_left_undone_at_the_end_is_taken_up_once(
     assert len(set(killed)) == 2
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_tier_gets_the_step_after_one_that_was_skipped(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     slow = str(tmp_path)
@@ -324,6 +332,7 @@ def test_a_writer_that_died_after_its_save_does_not_keep_the_last_step_from_its_
     assert_holds(slow, 3, SMALL)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_copy_that_is_not_done_when_the_time_for_closing_is_over_is_told(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
@@ -509,6 +518,7 @@ class TwoNodes:
         return pieces_of(SMALL, self.layout, rank, arrays)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", ["local", "s3"], indirect=True)
 def test_nodes_save_apart_and_a_shared_tier_gets_the_whole_step(tmp_path: Path, slow: str) -> None:

@@ -275,6 +275,7 @@ def test_every_kind_of_place_gets_the_same_bytes(
     assert contents(place) == files_of(tmp_path / "a")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["503", "reset"])
 def test_an_archive_on_s3_survives_passing_faults_and_continues_after_lasting_ones(
@@ -332,6 +333,7 @@ print(re.search(r"VmHWM:[^0-9]*([0-9]+) kB", open("/proc/self/status").read())[1
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_memory_is_flat(tmp_path: Path) -> None:
     """Ten times the tokens, the same peak of memory there and back."""

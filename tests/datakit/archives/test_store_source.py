@@ -171,6 +171,7 @@ def test_passing_faults_of_s3_are_survived(
         assert s3_proxy.num_faults == times
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
 def test_lasting_faults_of_s3_are_one_error_and_no_hang(
     folder: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -130,6 +130,7 @@ def test_a_read_that_fails_for_good_is_one_error_and_the_same_call_continues(
     assert files_of(tmp_path / "u") == files_of(folder / "store")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_an_s3_server_that_goes_away_and_comes_back(
     folder: Path, tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def ids_of(store: TokenStore) -> list[list[int]]:
     return [store.document(number).tolist() for number in range(store.num_documents)]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_first_of_equal_texts_is_kept_with_any_number_of_workers(
     tmp_path: Path, corpus: Path, documents: list[str], tokenizer_path: str
@@ -83,6 +84,7 @@ def test_the_first_of_equal_texts_is_kept_with_any_number_of_workers(
         preprocess([str(corpus)], tmp_path / "1", Recipe(tokenizer_path), item_bytes=3000)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_it_composes_with_splits_and_rules_that_skip(
     tmp_path: Path, documents: list[str], corpus: Path, tokenizer_path: str

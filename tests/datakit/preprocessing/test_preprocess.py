@@ -105,6 +105,7 @@ def test_the_bytes_are_the_same_with_any_number_of_workers(tmp_path: Path, corpu
     assert files_of(tmp_path / "3") == one
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_split_shares_the_documents_by_their_text(
     tmp_path: Path, corpus: Path, expected: list[str], tokenizer_path: str
@@ -179,6 +180,7 @@ def test_a_complete_store_is_left_alone_and_changed_settings_are_refused(
     assert files_of(output) == before
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_what_is_skipped_is_counted_and_the_same_with_any_number_of_workers(
     tmp_path: Path, texts: list[str], tokenizer_path: str
@@ -237,6 +239,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path, corpus: Path, toke
     assert files_of(tmp_path) == {"thesis.tex": b"x"}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_fault_keeps_what_is_sealed_and_a_repaired_input_continues(
     tmp_path: Path, texts: list[str], tokenizer_path: str
@@ -280,6 +283,7 @@ def num_shard_files(folder: Path) -> int:
     return sum(name.endswith(".bin") for _, _, names in os.walk(folder) for name in names)  # some go meanwhile
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["parent", "worker"])
 def test_killed_at_any_moment_and_rerun_gives_the_same_bytes(
@@ -311,6 +315,7 @@ def test_killed_at_any_moment_and_rerun_gives_the_same_bytes(
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_killed_worker_is_told_and_the_rerun_continues(
     tmp_path: Path, corpus: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, cli: Cli,
@@ -347,6 +352,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_full_disk_is_told_and_a_rerun_with_room_continues(
     small_disk: Path,

@@ -42,6 +42,7 @@ def run(recipe: Recipe, output: str = "store", place: str = "corpus") -> list[st
     return lines
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_same_corpus_with_other_times_elsewhere_gives_the_same_store(
     tmp_path: Path, corpus: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch

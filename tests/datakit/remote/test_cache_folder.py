@@ -133,6 +133,7 @@ with Loader(blend, 32, 1, rank, 3) as loader:
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_mib", [5, 16])
 def test_the_bound_is_what_all_ranks_of_a_machine_take_of_the_disk(tmp_path: Path, cache_mib: int) -> None:

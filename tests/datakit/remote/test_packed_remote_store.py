@@ -79,6 +79,7 @@ def upload(store: PackedStore, url: str) -> None:
         storage.write(name, content)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", ["503", "reset", "cut", pytest.param("stall", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", ["packing.json", "starts.bin", "ends.bin"])
 def test_an_index_is_read_through_passing_faults(
@@ -96,6 +97,7 @@ def test_an_index_is_read_through_passing_faults(
         assert s3_proxy.num_faults == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", ["packing.json", "starts.bin", "ends.bin"])
 def test_lasting_faults_of_an_index_are_one_error_that_names_the_file(

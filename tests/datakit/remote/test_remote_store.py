@@ -134,6 +134,7 @@ def test_a_program_that_ends_takes_its_threads_along(store: TokenStore, tmp_path
     assert (done.returncode, done.stdout.split()) == (0, ["MainThread"]), done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["store", "archive"])
 @pytest.mark.parametrize("fault", ["503", "flip", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_faults_of_a_server_do_not_change_the_stream(
@@ -214,6 +215,7 @@ def test_bits_that_flip_in_a_manifest_are_named(
         assert opened(s3_url).fingerprint == store.fingerprint
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("fault", ["503", "reset", "cut", pytest.param("stall", marks=pytest.mark.slow)])
 def test_what_opens_a_store_is_read_through_passing_faults(
@@ -230,6 +232,7 @@ def test_what_opens_a_store_is_read_through_passing_faults(
         assert s3_proxy.num_faults == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("fault", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["HEAD", "GET"])

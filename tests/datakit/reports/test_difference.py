@@ -71,6 +71,7 @@ def test_one_token_in_any_window_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         assert (found.document, found.token) == divmod(at, 997)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_stores_of_other_work_items_hold_the_same(
     tmp_path: Path, texts: list[str], tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
@@ -88,6 +89,7 @@ def test_stores_of_other_work_items_hold_the_same(
     assert found == {"same": True, "same_tokenizer": True, "difference": None}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_verb_names_document_token_and_sources(
     tmp_path: Path, texts: list[str], tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]

@@ -129,6 +129,7 @@ merge(sys.argv[3:], sys.argv[2], copy=True)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_copy_killed_in_the_middle_of_a_file_is_continued(stores: list[Path], tmp_path: Path) -> None:
     for num_flushes in (0, 4):
@@ -162,6 +163,7 @@ def objects_of(url: str) -> dict[str, bytes]:
     return {info.key: storage.read(info.key) for info in storage.list()}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_merge_to_s3_killed_in_an_upload_is_continued(
     stores: list[Path], tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +257,7 @@ def test_a_copy_of_damage_is_refused(tmp_path: Path) -> None:
         merge([store], tmp_path / "m", copy=True)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_verb(
     stores: list[Path], tmp_path: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
@@ -275,6 +278,7 @@ def test_the_verb(
     assert "600 documents" in output.out
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_merge_counts_what_its_parts_skipped(tmp_path: Path, tokenizer_path: str) -> None:
     for name, number in (("a", 2), ("b", 3)):

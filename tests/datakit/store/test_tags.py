@@ -80,6 +80,7 @@ def tags_of(store: TokenStore) -> dict[tuple[str | None, str], int]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_documents_are_counted_by_tag_in_a_store_and_in_merges_of_merges(
     tmp_path: Path, corpus: Path, tokenizer_path: str
@@ -118,6 +119,7 @@ def test_documents_are_counted_by_tag_in_a_store_and_in_merges_of_merges(
     assert "tags" not in TokenStore.open(tmp_path / "plain").manifest.settings
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_verbs_take_and_show_tags(
     tmp_path: Path, corpus: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]

@@ -66,6 +66,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, method: str, act: Callable[[], 
     monkeypatch.setattr(Output, method, call)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 def test_of_two_runs_of_other_input_the_second_ends_with_the_name_of_the_first(
@@ -87,6 +88,7 @@ def test_of_two_runs_of_other_input_the_second_ends_with_the_name_of_the_first(
     assert objects_of(f"{s3_url}/out") == objects_of(f"{s3_url}/alone")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 def test_a_run_that_looked_before_another_was_complete_leaves_that_as_it_is(
@@ -120,6 +122,7 @@ def test_a_run_that_begins_while_another_looks_is_no_other_thing_that_is_there(
     assert place.begin({"of": "mine"}).made_of == {"of": "another"}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_two_runs_of_one_input_make_one_store(
     s3_url: str, stores: tuple[Path, Path], machines: Callable[[str], None], monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, texts: list[str]) -> P
     return write_table(tmp_path / name, {"id": range(len(texts)), "body": texts}, 40)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("table", FORMS, indirect=True)
 def test_a_store_of_columns_has_the_tokens_of_jsonl_whatever_the_workers(
@@ -113,6 +114,7 @@ def test_a_store_of_columns_has_the_tokens_of_jsonl_whatever_the_workers(
     FORMS,
     indirect=True,
 )
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_run_over_columns_that_was_killed_continues_to_the_same_bytes(
     tmp_path: Path, table: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,7 @@ def run(words: list[str], text: bytes, folder: Path) -> "subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_standard_input_makes_the_tokens_of_a_file_and_the_same_again_is_complete(
     tmp_path: Path, tokenizer_path: str

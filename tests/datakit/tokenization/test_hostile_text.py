@@ -177,6 +177,7 @@ def test_a_mebibyte_of_one_letter(tmp_path: Path, tokenizer_of: Callable, backen
         assert all(np.array_equal(store.document(number), sure) for store in stores), repr(letter)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
@@ -376,6 +377,7 @@ FLAGS = ["lstrip", "rstrip", "single_word", "normalized", "special"]
 
 @pytest.mark.parametrize("content", ["<s>", "don't", " ", "Ａe\u0301", "<|end"])
 @pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.ci
 @pytest.mark.slow
 def test_added_tokens_of_any_flags_get_the_references_ids(tmp_path: Path, content: str, flag: str) -> None:
     for normalizer in (None, normalizers.NFC()):

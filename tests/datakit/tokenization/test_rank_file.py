@@ -70,6 +70,7 @@ def test_a_pattern_of_ones_own_goes_to_tiktoken(tmp_path: Path, tokenizer_path: 
     assert found == [[token - 1 for token in library.encode(text).ids] for text in texts]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_store_is_the_same_with_both_backends_and_shows_its_text(
     tmp_path: Path, rank_path: Path, texts: list[str], cli: Cli, capsys: pytest.CaptureFixture[str]

@@ -54,6 +54,7 @@ def test_every_public_class_has_an_example_that_names_it(door: str) -> None:
         assert code, name
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("door", [*DOORS, *NAMED])
 def test_the_examples_run(door: str, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def damage(run: Path, step: int) -> Path:
     return data
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_run_comes_back_from_the_newest_sound_step_of_any_tier(
     job_config: Path, tmp_path: Path, capsys: Console

@@ -50,6 +50,7 @@ def talk(rank: int) -> bool:
     return True
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_each_byte_is_read_once_a_job(tmp_path: Path) -> None:
     assert save_whole(tmp_path, 1, BIG).ok
@@ -59,6 +60,7 @@ def test_each_byte_is_read_once_a_job(tmp_path: Path) -> None:
     assert read[2] == 0
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_bytes_and_errors_reach_all_ranks() -> None:
     assert run_ranks(3, talk) == [True] * 3

@@ -54,6 +54,7 @@ def test_what_a_command_refuses_is_in_its_error_file(
     assert said[1] in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_an_error_of_a_job_is_its_last_line(job_config: Path, tmp_path: Path) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3", "--log-dir", tmp_path]

@@ -84,6 +84,7 @@ def endpoint(port: int) -> Sequence[object]:
     return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_launchers_that_do_not_meet_say_so_in_two_lines(job_config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -94,6 +95,7 @@ def test_launchers_that_do_not_meet_say_so_in_two_lines(job_config: Path) -> Non
     assert hint.startswith("hint: the same command on the others")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_configuration_error_of_all_ranks_is_said_once(job_config: Path) -> None:
     code, lines = outcome("--nproc-per-node", 2, "train", job_config, "--dp", 2, "--data.stores", "nowhere")
@@ -102,6 +104,7 @@ def test_a_configuration_error_of_all_ranks_is_said_once(job_config: Path) -> No
     assert len(lines) <= 3, lines
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_rank_that_raises_is_named_and_its_code_is_that_of_the_launcher(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
@@ -134,6 +137,7 @@ def run_of(config: Path, folder: Path, *more: object) -> Launch:
     return Launch(2, *arguments, metrics=folder / "m.jsonl")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_the_ranks_which_save_and_is_the_exit_code(
@@ -149,6 +153,7 @@ def test_a_signal_reaches_the_ranks_which_save_and_is_the_exit_code(
     assert "Traceback" not in output
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_run_whose_time_is_over_has_its_own_code(job_config: Path, tmp_path: Path) -> None:
     job = run_of(job_config, tmp_path, "--train.max-time-s", 1e-6)
@@ -156,6 +161,7 @@ def test_a_run_whose_time_is_over_has_its_own_code(job_config: Path, tmp_path: P
     assert (code, "stopped by train.max_time_s after step 1" in output) == (124, True), output
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_the_others_end(job_config: Path, tmp_path: Path) -> None:
     job = run_of(job_config, tmp_path)

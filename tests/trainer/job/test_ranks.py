@@ -60,6 +60,7 @@ def launch(tmp_path: Path, num_ranks: int, bad: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_an_error_of_some_ranks_is_raised_once(tmp_path: Path) -> None:
     done = launch(tmp_path, 3, "1,2")
@@ -70,6 +71,7 @@ def test_an_error_of_some_ranks_is_raised_once(tmp_path: Path) -> None:
     assert "done" not in done.stdout
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_an_error_of_all_ranks_names_none(tmp_path: Path) -> None:
     done = launch(tmp_path, 2, "0,1")
@@ -77,6 +79,7 @@ def test_an_error_of_all_ranks_names_none(tmp_path: Path) -> None:
     assert "on rank" not in done.stderr.partition("hint: ")[0]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     assert launch(tmp_path, 1, "").stdout == "done 0\n"
@@ -84,6 +87,7 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     assert (failed.returncode, failed.stderr) == (3, "error: no space left on /data\nhint: df -h /data\nexit 3\n")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_lost_rank_is_told_in_one_line_each(job_config: Path, tmp_path: Path) -> None:
     job = Job(3, job_config, "--pp", 3, "--train-steps", 100000, metrics=tmp_path / "m.jsonl")

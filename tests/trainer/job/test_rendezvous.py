@@ -71,6 +71,7 @@ def test_variables_that_name_no_place(address: str, port: str, monkeypatch: pyte
         Rendezvous.of_environment(1, 2, 1.0)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_whose_peer_is_absent_says_so_in_two_lines(rank: int, job_config: Path, port: int) -> None:

@@ -56,6 +56,7 @@ def test_lists_of_slurm() -> None:
     assert {nodes: first_node(nodes) for nodes in names} == names
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_two_tasks_train_one_run(job_config: Path, tmp_path: Path) -> None:
     with socket.socket() as free:

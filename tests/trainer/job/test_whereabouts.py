@@ -75,6 +75,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_named_and_not_called_gone(job_config: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(LATE)

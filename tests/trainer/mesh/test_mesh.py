@@ -68,6 +68,7 @@ def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_groups_of_tp2_pp3() -> None:
     layout = ParallelLayout(tp=2, pp=3)

@@ -225,6 +225,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["0", "1"])
 def test_what_one_rank_meets_alone_ends_all_at_a_step_that_is_saved(

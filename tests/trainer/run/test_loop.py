@@ -27,6 +27,7 @@ def whole(job_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_run_logs_and_saves(whole: Path) -> None:
     steps = lines(whole / "m.jsonl")
@@ -44,6 +45,7 @@ def test_a_run_logs_and_saves(whole: Path) -> None:
     assert "step 12/12  loss" in (whole / "log").read_text()
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_killed_and_resumed_it_repeats_the_whole_run_bit_for_bit(whole: Path, job_config: Path, tmp_path: Path) -> None:
     job = Job(
@@ -58,6 +60,7 @@ def test_killed_and_resumed_it_repeats_the_whole_run_bit_for_bit(whole: Path, jo
     assert resume["step"] in (4, 8)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_another_layout_continues_from_the_same_state(whole: Path, job_config: Path, tmp_path: Path) -> None:
     output = Job(
@@ -71,6 +74,7 @@ def test_another_layout_continues_from_the_same_state(whole: Path, job_config: P
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_saves_and_ends_well(number: signal.Signals, job_config: Path, tmp_path: Path) -> None:
     job = Job(
@@ -90,6 +94,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_well(number: signal.Signals, jo
     assert [(save["step"], save["ok"]) for save in saves] == [(last, True)]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_damage_that_one_rank_finds_takes_all_ranks_back(whole: Path, job_config: Path, tmp_path: Path) -> None:
     arguments = (job_config, "--pp", 2, "--save", tmp_path / "run", "--save-interval", 4)

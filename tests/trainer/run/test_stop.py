@@ -156,6 +156,7 @@ def test_a_rank_that_torchrun_started_and_a_signal_ended_ends_with_0(
     assert committed_steps(open_storage(tmp_path / "run")) == [last]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_ranks_that_torchrun_started_and_their_time_ended_end_with_0(job_config: Path, tmp_path: Path) -> None:
     arguments = [job_config, "--train-steps", 100000, "--save", tmp_path / "run", "--train.max-time-s", 1e-6]

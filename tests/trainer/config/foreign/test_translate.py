@@ -82,6 +82,7 @@ def _groups(words: list[str]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_without_what_is_missing_it_trains(
     tmp_path: Path, job_config: Path, capsys: pytest.CaptureFixture[str]
