@@ -57,7 +57,7 @@ def run(options: Options) -> int:
 def named(config: str) -> str:
     """Return the path of the configuration; UserError if none was given."""
     if not config:
-        raise UserError("the following arguments are required: CONFIG.toml", hint="trainer train --help")
+        raise UserError("CONFIG.toml or --from-megatron COMMAND is missing, or empty", hint="trainer train --help")
     return config
 
 

@@ -140,7 +140,7 @@ def test_command_lines_of_all_kinds(line: str, expected: str, capsys: pytest.Cap
     [
         ("nowhere.sh", "no such script: nowhere.sh"),
         ("echo hello", "the text runs no program with flags"),
-        ("", "are required: CONFIG.toml"),
+        ("", "CONFIG.toml or --from-megatron COMMAND is missing"),
         ("pretrain_gpt.py --num-layers $LAYERS --lr 1", "model.num_layers: must be a whole number, got '$LAYERS'"),
         ("pretrain_gpt.py --lr 1e-6 --min-lr 1", "optim.min_lr 1 is above optim.lr 1e-06"),
     ],
