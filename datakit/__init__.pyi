@@ -1,8 +1,7 @@
-from datakit.archives.archiving import archive as archive
-from datakit.archives.store_source import store_tokenizer as store_tokenizer
-from datakit.archives.unarchiving import unarchive as unarchive
 from datakit.foreign.megatron import from_megatron as from_megatron
 from datakit.foreign.megatron import to_megatron as to_megatron
+from datakit.format.origins import Origin as Origin
+from datakit.format.shard import TokenShard as TokenShard
 from datakit.packing.pack import pack as pack
 from datakit.packing.packed_store import PackedStore as PackedStore
 from datakit.preprocessing.preprocess import preprocess as preprocess
@@ -15,10 +14,11 @@ from datakit.reports.provenance import where as where
 from datakit.reports.shares import unread_lines as unread_lines
 from datakit.reports.statistics import statistics as statistics
 from datakit.reports.verification import verify as verify
+from datakit.shards.store_source import store_tokenizer as store_tokenizer
+from datakit.store.archiving import archive as archive
 from datakit.store.merging import merge as merge
-from datakit.store.origins import Origin as Origin
-from datakit.store.shard import TokenShard as TokenShard
 from datakit.store.token_store import TokenStore as TokenStore
+from datakit.store.unarchiving import unarchive as unarchive
 from datakit.store.writer import write_store as write_store
 from datakit.stream.batch import BatchOptions as BatchOptions
 from datakit.stream.batch import HostBatch as HostBatch

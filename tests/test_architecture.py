@@ -23,8 +23,8 @@ FOLDERS = {
                   "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "torch",
                 "check", "foreign", "rewrite", "commands"],
-    "datakit": ["files", "text", "tokenization", "store", "archives", "packing", "remote", "stream", "data_loader",
-                "dedup", "preprocessing", "foreign", "reports", "commands"],
+    "datakit": ["files", "text", "tokenization", "format", "shards", "store", "packing", "remote", "stream",
+                "data_loader", "dedup", "preprocessing", "foreign", "reports", "commands"],
     "trainer": [
         "config", "job", "mesh", "ops",
         "linear", "store", "parallel", "model",

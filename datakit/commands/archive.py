@@ -24,7 +24,7 @@ def run(options: Options) -> None:
     them, and ranges can be read without the rest. Every byte is checked against the store's manifest. The bytes are the
     same with any number of workers, and the same command continues after a kill.
     """
-    from datakit.archives.archiving import archive
+    from datakit.store.archiving import archive
 
     found = archive(options.store, options.output, level=options.level, num_workers=options.workers, report=log)
     if options.json:

@@ -64,7 +64,7 @@ def run(options: Options) -> None:
 
 def kept_beside(source: str) -> str | None:
     """Return the folder of a source that is a shard of a store which keeps its tokenizer; None if it is not."""
-    from datakit.store.manifest import FILE_NAME, Manifest
+    from datakit.format.manifest import FILE_NAME, Manifest
 
     folder = Path(source).parent
     keeps = (folder / FILE_NAME).is_file() and Manifest.read(folder).tokenizer_files

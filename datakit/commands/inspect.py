@@ -43,8 +43,8 @@ def run(options: Options) -> None:
     """Say what a token store or an archive holds, or show one of a store's documents or samples and where it came
     from.
     """
-    from datakit.archives.store_source import StoreSource
-    from datakit.store.manifest import is_plain_folder
+    from datakit.format.manifest import is_plain_folder
+    from datakit.shards.store_source import StoreSource
     from datakit.store.token_store import TokenStore
 
     place = options.store

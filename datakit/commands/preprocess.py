@@ -19,7 +19,7 @@ def _fractions(text: str) -> tuple[float, float]:
 
 
 def _tag(text: str) -> Any:
-    from datakit.store.tags import Tag
+    from datakit.format.tags import Tag
 
     return Tag.parse(text)
 

@@ -17,9 +17,9 @@ def run(options: Options) -> int:
     """Check every byte of a store, an archive or a packing index against its manifest, and name what is damaged: the
     files and in a local store their documents, in an archive the frames.
     """
+    from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME
     from datakit.packing.packing_index import RECORD_NAME
     from datakit.reports.verification import Fault, verify
-    from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME
 
     try:
         faults = verify(options.store)

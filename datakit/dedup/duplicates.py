@@ -17,9 +17,9 @@ import xxhash
 
 from datakit.dedup.shuffle import MAX_BUCKETS, Shuffle, UInt64s
 from datakit.files.durable import durable_file, writing
-from datakit.store.manifest import WORK_FOLDER
-from datakit.store.output import Output
-from datakit.store.shard import Int64s
+from datakit.format.manifest import WORK_FOLDER
+from datakit.format.output import Output
+from datakit.format.shard import Int64s
 from datakit.text.documents import Documents
 from threefold.errors import UserError
 

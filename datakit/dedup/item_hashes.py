@@ -13,9 +13,9 @@ import xxhash
 
 from datakit.dedup.duplicates import HASH_BYTES, ItemHashes, are_duplicates_of, write_duplicates
 from datakit.files.durable import durable_file, writing
+from datakit.format.manifest import WORK_FOLDER
+from datakit.format.output import Output
 from datakit.store.item_records import RECORDS_FOLDER, Progress, fields_of_record
-from datakit.store.manifest import WORK_FOLDER
-from datakit.store.output import Output
 from datakit.text.documents import DocumentReader, DocumentRules
 from datakit.text.inputs import WorkItem
 from threefold.errors import CheckFailed

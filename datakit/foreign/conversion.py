@@ -7,7 +7,7 @@ from pathlib import Path
 from datakit.foreign import datatrove, foreign_index, litdata, mosaic
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices
 from datakit.foreign.megatron import from_megatron
-from datakit.store.manifest import FILE_NAME
+from datakit.format.manifest import FILE_NAME
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError, listing, quoted
 

@@ -17,7 +17,7 @@ import numpy as np
 from datakit.files.durable import blocks_of
 from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
 from datakit.foreign.foreign_store import Choices, store_of_files
-from datakit.store.shard import Int64s, Tokens
+from datakit.format.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError, listing, quoted
 

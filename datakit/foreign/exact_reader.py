@@ -18,7 +18,7 @@ import xxhash
 import zstandard
 
 from datakit.files.durable import reading
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from threefold.errors import CheckFailed, UserError, listing
 
 MAX_PIECE_BYTES = 1 << 30

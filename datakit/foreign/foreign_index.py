@@ -6,7 +6,7 @@ from typing import Self
 
 from datakit.files.durable import reading
 from datakit.foreign.exact_reader import AGAIN, damaged, open_binary
-from datakit.store.fields import Fields
+from datakit.format.fields import Fields
 from threefold.errors import UserError, quoted
 
 FILE_NAME = "index.json"

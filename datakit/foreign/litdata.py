@@ -22,7 +22,7 @@ from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
 from datakit.foreign.foreign_index import ForeignIndex, index_of
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
 from datakit.foreign.token_column import choose_column, read_column, require_dtype
-from datakit.store.shard import Int64s, Tokens
+from datakit.format.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError, quoted
 

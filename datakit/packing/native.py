@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from threefold.native import INT, INT64, POINTER, Prototypes, bind, load_library
 
 MAX_SEQ_LENGTH = 1 << 24

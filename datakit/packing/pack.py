@@ -21,6 +21,10 @@ import xxhash
 
 from datakit.files.durable import FileDigest, checked_blocks, durable_file
 from datakit.files.remote_file import is_url
+from datakit.format.claim import claim
+from datakit.format.manifest import FILE_NAME
+from datakit.format.output import ASSEMBLY_NOTE, Output
+from datakit.format.shard import Int64s
 from datakit.packing.native import MAX_SEQ_LENGTH, Int32s, pack_documents
 from datakit.packing.packing_index import (
     COLUMNS,
@@ -32,10 +36,6 @@ from datakit.packing.packing_index import (
     identity_of,
     read_record,
 )
-from datakit.store.claim import claim
-from datakit.store.manifest import FILE_NAME
-from datakit.store.output import ASSEMBLY_NOTE, Output
-from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError, quoted
 from threefold.storage.local import LocalStorage, sync_name

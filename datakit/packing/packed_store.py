@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from datakit.format.shard import Int64s
 from datakit.packing.packing_index import PackingIndex, Piece, default_folder
-from datakit.store.shard import Int64s
 from datakit.store.token_store import Reading, TokenStore
 from threefold.errors import UserError, quoted
 

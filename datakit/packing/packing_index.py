@@ -16,10 +16,10 @@ import orjson
 import xxhash
 
 from datakit.files.durable import FileDigest, reading
-from datakit.store.fields import Fields
-from datakit.store.manifest import Manifest, content_checksum, digest_in
-from datakit.store.mapped import copied
-from datakit.store.shard import Int64s, map_file
+from datakit.format.fields import Fields
+from datakit.format.manifest import Manifest, content_checksum, digest_in
+from datakit.format.mapped import copied
+from datakit.format.shard import Int64s, map_file
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError, quoted
 

@@ -16,9 +16,9 @@ import orjson
 
 from datakit.dedup.duplicates import Duplicates
 from datakit.files.durable import writing
+from datakit.format.output import Output
 from datakit.preprocessing.recipe import WHOLE, Recipe
 from datakit.store.item_records import ItemRecord, Progress, record_key
-from datakit.store.output import Output
 from datakit.store.writer import ShardSequence, store_dtype
 from datakit.text.documents import DocumentReader, Documents
 from datakit.text.inputs import FileSlice, WorkItem

@@ -8,7 +8,7 @@ import orjson
 import xxhash
 
 from datakit.files.remote_file import is_url
-from datakit.store.tags import Tag
+from datakit.format.tags import Tag
 from datakit.text.documents import DocumentRules
 from datakit.text.inputs import InputFile
 from datakit.tokenization.identity import TokenizerIdentity

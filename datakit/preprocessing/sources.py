@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import orjson
 
-from datakit.store.fields import Fields
+from datakit.format.fields import Fields
+from datakit.format.output import Output
 from datakit.store.item_records import ItemRecord
-from datakit.store.output import Output
 from datakit.text.blocks import digest_of
 from datakit.text.inputs import InputFile
 from threefold.errors import CheckFailed, StorageError, UserError

@@ -7,10 +7,10 @@ from typing import Protocol
 import orjson
 
 from datakit.dedup.item_hashes import ItemHasher
+from datakit.format.output import Output
 from datakit.preprocessing.item import ItemEncoder
 from datakit.preprocessing.recipe import Recipe
 from datakit.store.item_records import Progress
-from datakit.store.output import Output
 from datakit.text.inputs import WorkItem
 from datakit.tokenization.encoder import open_encoder
 from datakit.tokenization.fast_encoder import NO_TERMS, Terms

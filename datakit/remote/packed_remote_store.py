@@ -20,9 +20,9 @@ from datakit.packing.packing_index import (
     column_file,
     default_name,
 )
-from datakit.remote.holdings import Kind
 from datakit.remote.remote_store import RemoteStore
-from datakit.remote.shard_tokens import content_name
+from datakit.shards.holdings import Kind
+from datakit.shards.shard_tokens import content_name
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError, quoted
 from threefold.storage import Storage

@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.files.durable import reading
-from datakit.remote import shard_tokens
-from datakit.remote.block_cache import BlockCache, NotHeldError, shared_cache
-from datakit.remote.shard_tokens import (
+from datakit.format.manifest import FILE_NAME
+from datakit.format.origins import Origins
+from datakit.format.shard import Int64s, ShardIndex, Tokens, TokenShard
+from datakit.shards import shard_tokens
+from datakit.shards.block_cache import BlockCache, NotHeldError, shared_cache
+from datakit.shards.kept_open import Bound, KeptOpen
+from datakit.shards.shard_file import FilePiece, ShardFile
+from datakit.shards.shard_tokens import (
     NO_STRETCHES,
     ArchivedTokens,
     PlainTokens,
@@ -28,11 +32,7 @@ from datakit.remote.shard_tokens import (
     distinct,
     path_of,
 )
-from datakit.store.kept_open import Bound, KeptOpen
-from datakit.store.manifest import FILE_NAME
-from datakit.store.origins import Origins
-from datakit.store.shard import Int64s, ShardIndex, Tokens, TokenShard
-from datakit.store.shard_file import FilePiece, ShardFile
+from datakit.shards.store_source import SourceFile, StoreSource
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, quoted
 from threefold.masking import masked

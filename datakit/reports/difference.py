@@ -12,8 +12,8 @@ from typing import BinaryIO
 import numpy as np
 
 from datakit.files.durable import reading
-from datakit.store.origins import Origin
-from datakit.store.shard import Int64s, ShardIndex, Tokens
+from datakit.format.origins import Origin
+from datakit.format.shard import Int64s, ShardIndex, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, quoted
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from datakit.store.origins import Origin
-from datakit.store.shard import Tokens
+from datakit.format.origins import Origin
+from datakit.format.shard import Tokens
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.tokenizer import Tokenizer, open_tokenizer
 from threefold.errors import UserError, quoted

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from datakit.store.origins import Origin
-from datakit.store.shard import Int64s
+from datakit.format.origins import Origin
+from datakit.format.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.blend import Blend
 from threefold.errors import CheckFailed, UserError, quoted

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.blend import Blend
 from datakit.stream.megatron_blend import MegatronBlend

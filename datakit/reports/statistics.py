@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from datakit.store.origins import Origins
-from datakit.store.shard import Int64s, ShardIndex
+from datakit.format.origins import Origins
+from datakit.format.shard import Int64s, ShardIndex
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, quoted
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.files.durable import FileDigest, reading
+from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME, Manifest, is_plain_folder
+from datakit.format.shard import HEADER, ShardIndex
+from datakit.format.shard_entry import ShardEntry
 from datakit.packing.packing_index import COLUMNS, column_path, read_record
-from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, Manifest, is_plain_folder
-from datakit.store.shard import HEADER, ShardIndex
-from datakit.store.shard_entry import ShardEntry
+from datakit.shards.store_source import SourceFile, StoreSource
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import Storage, open_storage

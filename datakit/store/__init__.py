@@ -1,1 +1,1 @@
-"""Token stores: shards, manifest, origins, tags; written, opened and merged."""
+"""Token stores: opened, written, merged, archived."""

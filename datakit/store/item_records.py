@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from datakit.store.fields import Fields
-from datakit.store.manifest import WORK_FOLDER, shard_entry
-from datakit.store.output import Output, key_of
-from datakit.store.shard_entry import ShardEntry
+from datakit.format.fields import Fields
+from datakit.format.manifest import WORK_FOLDER, shard_entry
+from datakit.format.output import Output, key_of
+from datakit.format.shard_entry import ShardEntry
 from datakit.text.inputs import WorkItem
 from threefold.errors import CheckFailed
 

@@ -21,14 +21,14 @@ import numpy as np
 
 from datakit.files.durable import FileDigest, url_behind
 from datakit.files.durable import reading as reading_file
-from datakit.store.kept_open import Bound, KeptOpen
-from datakit.store.manifest import FILE_NAME, STORE_DTYPES, Manifest, is_plain_folder, require_folder
-from datakit.store.origins import Origin, Origins
-from datakit.store.shard import Int64s, Tokens, TokenShard
-from datakit.store.shard_entry import ScannedShards, ShardEntry
-from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
-from datakit.store.tags import StoreTags
-from datakit.store.tokenizer_copy import open_copy
+from datakit.format.manifest import FILE_NAME, STORE_DTYPES, Manifest, is_plain_folder, require_folder
+from datakit.format.origins import Origin, Origins
+from datakit.format.shard import Int64s, Tokens, TokenShard
+from datakit.format.shard_entry import ScannedShards, ShardEntry
+from datakit.format.tags import StoreTags
+from datakit.format.tokenizer_copy import open_copy
+from datakit.shards.kept_open import Bound, KeptOpen
+from datakit.shards.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.tokenization.tokenizer import Tokenizer
 from threefold.errors import CheckFailed, StorageError, UserError, quoted
 from threefold.storage.file_systems import is_remote

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from datakit.files.durable import FileDigest, write_durably, writing
-from datakit.store.manifest import STORE_DTYPES, Manifest
-from datakit.store.origins import OriginsWriter
-from datakit.store.shard import ShardWriter
-from datakit.store.shard_entry import ShardEntry
+from datakit.format.manifest import STORE_DTYPES, Manifest
+from datakit.format.origins import OriginsWriter
+from datakit.format.shard import ShardWriter
+from datakit.format.shard_entry import ShardEntry
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import UserError

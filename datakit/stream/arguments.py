@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.mixture import MAX_SAMPLES
 from threefold.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.stream.native import address_of
 from threefold.errors import UserError
 

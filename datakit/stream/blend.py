@@ -20,9 +20,9 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from datakit.remote.block_cache import BlockCache
+from datakit.format.shard import Int64s
 from datakit.remote.remote_store import RemoteStore
-from datakit.store.shard import Int64s
+from datakit.shards.block_cache import BlockCache
 from datakit.store.token_store import TokenStore
 from datakit.stream.arguments import sample_numbers, stores_of, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.stream.sources import Sources
 
 _MAX_NAMED = 3

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
+from datakit.format.shard import Int64s
 from datakit.packing.packed_store import PackedStore
-from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.gone_store import GoneStore
 from datakit.stream.mixture import Segment

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.stream.native import address_of, stream_library
 
 _MAX_NAME_BYTES = 180  # with an epoch and a window, at most 240

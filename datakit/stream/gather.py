@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from datakit.format.mapped import check_read
+from datakit.format.shard import Int64s
 from datakit.packing.native import packing_library
-from datakit.store.mapped import check_read
-from datakit.store.shard import Int64s
 from datakit.store.token_store import NO_EOD
 from datakit.stream.batch import BYTES_A_TOKEN, PLAIN, BatchOptions, Bytes, HostBatch, Int32s
 from datakit.stream.native import address_of, stream_library

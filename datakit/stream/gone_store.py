@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from datakit.store.manifest import Manifest
-from datakit.store.origins import Origins
-from datakit.store.shard import TokenShard
+from datakit.format.manifest import Manifest
+from datakit.format.origins import Origins
+from datakit.format.shard import TokenShard
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import UserError

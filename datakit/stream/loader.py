@@ -18,7 +18,7 @@ from weakref import finalize
 
 import numpy as np
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.stream.arguments import require, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.blend import Blend

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor

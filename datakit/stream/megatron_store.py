@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from datakit.store.shard import HEADER, Int64s
+from datakit.format.shard import HEADER, Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.megatron_order import MAX_ROWS, Epochs, MegatronOrder
 from datakit.stream.native import megatron_library

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.stream.weighted_sequence import CIRCLE, WeightedSequence, max_deviation
 from threefold.errors import UserError
 

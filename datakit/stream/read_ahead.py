@@ -20,8 +20,8 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from datakit.format.shard import Int64s
 from datakit.remote.remote_store import Block, RemoteStore
-from datakit.store.shard import Int64s
 from datakit.stream.blend import Blend
 from datakit.stream.fetch_threads import FetchThreads
 from datakit.stream.making_thread import end_with_program, in_background

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from datakit.format.shard import Int64s
 from datakit.packing.packed_store import PackedStore
-from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.gone_store import GoneStore
 from datakit.stream.native import address_of, stream_library

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from datakit.remote import shard_tokens
+from datakit.format.shard import Int64s
 from datakit.remote.remote_store import MAPPED_PART, RemoteStore
-from datakit.store.shard import Int64s
-from datakit.store.shard_file import OPEN_FILES, FilePiece
+from datakit.shards import shard_tokens
+from datakit.shards.shard_file import OPEN_FILES, FilePiece
 from datakit.store.token_store import TokenStore
 from datakit.stream.batch import Bytes
 from datakit.stream.native import address_of, stream_library

@@ -102,8 +102,8 @@ class BlendConfig:
 
     def tokenizer_of(self, path: str) -> "TokenizerIdentity":
         """Return what made a store of this table; errors as of TokenStore.open."""
-        from datakit.archives.store_source import StoreSource
-        from datakit.store.manifest import Manifest
+        from datakit.format.manifest import Manifest
+        from datakit.shards.store_source import StoreSource
 
         return (StoreSource.open(path).manifest if "://" in path else Manifest.read(Path(path))).tokenizer
 

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.stream.native import address_of, stream_library
 
 CIRCLE = 1 << 62

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from datakit import TokenShard, TokenStore, write_store
 from datakit.cli import build_parser
 from datakit.files.durable import digest_file
-from datakit.store.manifest import FILE_NAME, Manifest
+from datakit.format.manifest import FILE_NAME, Manifest
 from threefold.cli import run
 from threefold.errors import CheckFailed, StorageError
 

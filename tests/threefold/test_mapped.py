@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from datakit.store.shard import map_file
+from datakit.format.shard import map_file
 from threefold.mapped import mapped_file, unreadable
 
 PAGE_BYTES = 4096

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import ckptkit.io.blocks
+import datakit.format.native
 import datakit.packing.native
-import datakit.remote.native
-import datakit.store.native
+import datakit.shards.native
 import datakit.stream.native
 import threefold
 from threefold.errors import UserError
@@ -56,8 +56,8 @@ def test_the_tables_are_those_of_the_headers() -> None:
         "datakit/datakit.h": datakit.stream.native.PROTOTYPES
         | datakit.stream.native.MEGATRON_PROTOTYPES
         | datakit.packing.native.PROTOTYPES
-        | datakit.remote.native.PROTOTYPES
-        | datakit.store.native.PROTOTYPES,
+        | datakit.shards.native.PROTOTYPES
+        | datakit.format.native.PROTOTYPES,
         "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,
     }
     for header, table in tables.items():

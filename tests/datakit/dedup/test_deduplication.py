@@ -19,8 +19,8 @@ from tokenizers import Tokenizer as Library
 from datakit import Recipe, TokenStore, preprocess, verify
 from datakit.dedup.duplicates import Duplicates
 from datakit.dedup.item_hashes import ItemHasher, find_duplicates
+from datakit.format.output import Output
 from datakit.store.item_records import RECORDS_FOLDER
-from datakit.store.output import Output
 from datakit.text.documents import DocumentReader, DocumentRules
 from datakit.text.inputs import WorkItem, cut, find_inputs
 from tests.datakit.conftest import Cli, files_of, write_jsonl

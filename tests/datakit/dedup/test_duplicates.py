@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from datakit.dedup import duplicates as module
 from datakit.dedup.duplicates import Duplicates, ItemHashes, are_duplicates_of, find_repeats, write_duplicates
-from datakit.store.output import Output
+from datakit.format.output import Output
 from datakit.text.documents import Document, Documents
 from threefold.errors import UserError
 

@@ -10,8 +10,8 @@ import xxhash
 from datakit.dedup import item_hashes as module
 from datakit.dedup.duplicates import ItemHashes
 from datakit.dedup.item_hashes import ItemHasher, read_hashes
+from datakit.format.output import Output
 from datakit.store.item_records import Progress
-from datakit.store.output import Output
 from datakit.text.documents import DocumentRules
 from datakit.text.inputs import WorkItem, cut, find_inputs
 from tests.datakit.conftest import files_of, write_jsonl

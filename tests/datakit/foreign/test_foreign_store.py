@@ -16,8 +16,8 @@ from datakit.foreign import foreign_store
 from datakit.foreign.conversion import convert_to_store
 from datakit.foreign.foreign_store import Choices
 from datakit.foreign.mosaic import from_mds
+from datakit.format.output import Output
 from datakit.store import writer as store_writer
-from datakit.store.output import Output
 from tests.datakit.conftest import documents_of, files_of
 from tests.datakit.foreign.test_mosaic import write_mds
 from threefold.errors import CheckFailed, StorageError, UserError

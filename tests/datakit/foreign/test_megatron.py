@@ -14,8 +14,8 @@ from datakit import TokenShard, TokenStore, verify, write_store
 from datakit.foreign import megatron
 from datakit.foreign.foreign_store import Choices
 from datakit.foreign.megatron import from_megatron, to_megatron
-from datakit.store.output import Output
-from datakit.store.shard import DTYPE_CODES, HEADER, MAGIC, VERSION, ShardWriter
+from datakit.format.output import Output
+from datakit.format.shard import DTYPE_CODES, HEADER, MAGIC, VERSION, ShardWriter
 from tests.datakit.conftest import Cli, files_of
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 
 from datakit import Recipe, TokenShard
+from datakit.format.output import Output
 from datakit.preprocessing.item import ItemEncoder
 from datakit.preprocessing.recipe import RULES_VERSION
 from datakit.store.item_records import RECORDS_FOLDER, ItemRecord, Progress, read_records
-from datakit.store.output import Output
 from datakit.text.inputs import FileSlice, WorkItem, find_inputs
 from datakit.tokenization.encoder import ReferenceEncoder
 from datakit.tokenization.tokenizer import identify, open_tokenizer

@@ -126,9 +126,9 @@ def test_split_shares_the_documents_by_their_text(
 def test_shards_end_where_they_are_full(
     tmp_path: Path, corpus: Path, tokenizer_path: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from datakit.format.output import Output
     from datakit.preprocessing.item import ItemEncoder
     from datakit.store.item_records import read_records
-    from datakit.store.output import Output
     from datakit.text.inputs import cut, find_inputs
     from datakit.tokenization.encoder import ReferenceEncoder
     from datakit.tokenization.tokenizer import identify, open_tokenizer

@@ -177,7 +177,7 @@ def test_an_output_that_holds_other_things_is_refused(
 
 
 def test_another_recipe_is_refused_while_a_store_is_unfinished(s3_url: str, corpus: Path, tokenizer_path: str) -> None:
-    from datakit.store.output import Output
+    from datakit.format.output import Output
 
     recipe = Recipe(tokenizer_path, append_eod=True)
     preprocess([str(corpus)], f"{s3_url}/other", Recipe(tokenizer_path))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from datakit import RemoteStore, TokenStore, write_store
-from datakit.remote import shard_tokens
+from datakit.shards import shard_tokens
 from datakit.stream.read_ahead import NUM_THREADS, ReadAhead
 
 BLOCK_BYTES = 512

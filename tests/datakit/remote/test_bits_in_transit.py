@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from datakit import Recipe, TokenStore, archive, preprocess, unarchive, verify
-from datakit.archives import store_source
 from datakit.remote.remote_store import RemoteStore
 from datakit.reports import verification
+from datakit.shards import store_source
 from tests.datakit.conftest import files_of, write_jsonl
 from tests.support.flipped import FlippedStorage
 from threefold.errors import CheckFailed

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from datakit import Blend, Loader, PackedRemoteStore, PackedStore, RunStream, blame, pack, where, write_store
-from datakit.archives.archiving import archive
-from datakit.remote import shard_tokens
 from datakit.reports.provenance import Passages
+from datakit.shards import shard_tokens
+from datakit.store.archiving import archive
 from tests.datakit.conftest import files_of
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from datakit import Blend, RemoteStore, write_store
-from datakit.remote import shard_tokens
+from datakit.format.shard import Int64s
 from datakit.remote.remote_store import Block
-from datakit.store.shard import Int64s
+from datakit.shards import shard_tokens
 from datakit.stream import read_ahead
 from datakit.stream.read_ahead import ReadAhead
 from tests.datakit.remote.conftest import is_idle

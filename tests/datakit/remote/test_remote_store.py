@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from datakit import Blend, Loader, RemoteStore, TokenStore, blame, where
-from datakit.archives.archiving import archive
-from datakit.remote import shard_tokens
+from datakit.shards import shard_tokens
+from datakit.store.archiving import archive
 from tests.datakit.conftest import files_of
 from tests.datakit.remote.conftest import BLOCK_BYTES
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -32,7 +32,7 @@ Opener = Callable[[str], RemoteStore]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("datakit.archives.archiving.FRAME_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("datakit.store.archiving.FRAME_BYTES", BLOCK_BYTES)
     monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.01)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from datakit import Blend, HostBatch, Loader, RemoteStore, TokenStore, write_store
-from datakit.archives.archiving import archive
-from datakit.archives.store_source import StoreSource
-from datakit.remote import shard_tokens
 from datakit.remote.remote_store import Block
+from datakit.shards import shard_tokens
+from datakit.shards.store_source import StoreSource
+from datakit.store.archiving import archive
 from datakit.stream import read_ahead
 from datakit.stream.loader import MOST_REMOTE_STEPS_AHEAD, REMOTE_STEPS_AHEAD
 from datakit.stream.read_ahead import ReadAhead
@@ -124,7 +124,7 @@ def test_shards_are_opened_without_looking_them_up(
 ) -> None:
     """Each look-up is a request more before anything of a shard can be read."""
     monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("datakit.archives.archiving.FRAME_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("datakit.store.archiving.FRAME_BYTES", BLOCK_BYTES)
     place = store
     if kind == "archive":
         archive(store.path, str(tmp_path / "archive"))

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-import datakit.store.origins
+import datakit.format.origins
 from datakit import Recipe, TokenStore, preprocess, write_store
 from datakit.commands.inspect import _COLOURS, _PLAIN
 from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, pieces, sample_excerpt
@@ -73,7 +73,7 @@ def test_the_sources_of_a_shard_are_read_once(store: TokenStore, monkeypatch: py
         num_parsed += 1
         return orjson.loads(table)
 
-    monkeypatch.setattr(datakit.store.origins, "orjson", SimpleNamespace(loads=parse))
+    monkeypatch.setattr(datakit.format.origins, "orjson", SimpleNamespace(loads=parse))
     excerpt = sample_excerpt(TokenStore.open(store.path), 0, store.num_tokens - 1)
     assert len(excerpt.parts) == store.num_documents
     assert num_parsed == len(store.manifest.shards)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from datakit import TokenStore, archive, verify, write_store
 from datakit.files.durable import digest_file
-from datakit.store.manifest import Manifest
+from datakit.format.manifest import Manifest
 from threefold.errors import CheckFailed
 
 DOCUMENTS = [[i, i + 1, i % 3] * (1 + i % 4) for i in range(50)]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from datakit import Recipe, TokenStore, preprocess, unarchive, verify, write_store
-from datakit.store.manifest import Manifest
+from datakit.format.manifest import Manifest
+from datakit.format.output import Output
 from datakit.store.merging import merge, plan_merge
-from datakit.store.output import Output
 from tests.datakit.conftest import Cli, begin_upload, files_of, write_jsonl
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
@@ -143,7 +143,7 @@ def test_a_copy_killed_in_the_middle_of_a_file_is_continued(stores: list[Path], 
 KILLED_UPLOAD = """
 import os, signal, sys
 from datakit import merge
-from datakit.store.output import Output
+from datakit.format.output import Output
 left, upload = int(sys.argv[1]), Output.upload
 def upload_or_die(self, key, blocks, **options):
     global left
@@ -216,7 +216,7 @@ def test_a_kill_after_the_manifest_is_continued(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("datakit.store.output.Output.remove_work", kill)
+        patch.setattr("datakit.format.output.Output.remove_work", kill)
         with pytest.raises(KeyboardInterrupt):
             merge(stores, tmp_path / "m")
     for _ in range(2):  # the second finds it complete

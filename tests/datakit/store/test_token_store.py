@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import datakit.store.token_store
 from datakit import TokenShard, TokenStore, verify, write_store
-from datakit.store.manifest import FILE_NAME, Manifest
+from datakit.format.manifest import FILE_NAME, Manifest
 from threefold.errors import CheckFailed, StorageError, UserError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=9), min_size=1, max_size=30)
@@ -222,7 +222,7 @@ def test_every_field_is_checked(tmp_path: Path, keys: list[str | int], value: ob
 
 def test_an_oversized_manifest_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = manifest_path(tmp_path / "a")
-    monkeypatch.setattr("datakit.store.manifest.MAX_BYTES", 10)
+    monkeypatch.setattr("datakit.format.manifest.MAX_BYTES", 10)
     with pytest.raises(CheckFailed, match="more than the 10"):
         Manifest.read(path.parent)
 

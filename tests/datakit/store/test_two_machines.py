@@ -9,8 +9,8 @@ import pytest
 
 from datakit import Recipe, TokenStore, archive, merge, preprocess, verify
 from datakit.foreign.megatron import to_megatron
-from datakit.store import output as outputs
-from datakit.store.output import Output
+from datakit.format import output as outputs
+from datakit.format.output import Output
 from tests.datakit.conftest import write_jsonl
 from threefold.errors import UserError
 from threefold.storage import open_storage

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.store.shard import TokenShard
+from datakit.format.shard import TokenShard
 from datakit.store.writer import StoreShardWriter
 from tests.datakit.conftest import files_of
 

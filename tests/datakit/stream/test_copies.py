@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datakit import Blend, Cursor, Loader, MegatronBlend, MegatronOrder, Segment, StreamRecord, TokenStore, write_store
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.stream.epochs import Epochs
 from threefold.errors import UserError
 

@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from datakit.store.shard import Int64s
+from datakit.format.shard import Int64s
 from datakit.stream.epochs import Epochs
 
 LARGE = 2**62

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import Blend, MegatronBlend, MegatronOrder, PackedStore, TokenStore, pack, write_store
-from datakit.store.shard_file import OPEN_FILES
+from datakit.shards.shard_file import OPEN_FILES
 from datakit.stream.staging import MAX_GAP_BYTES, plan
 from threefold.errors import CheckFailed, StorageError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from datakit import TokenStore, write_store
-from datakit.archives.archiving import archive
+from datakit.store.archiving import archive
 from threefold.errors import StorageError
 from threefold.storage import Storage, open_storage
 from threefold.storage.fault import Fault, FaultStorage
@@ -28,7 +28,7 @@ def make_store(path: Path) -> TokenStore:
 def make_archive(store: Path, place: str) -> None:
     """An archive of many small frames."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datakit.archives.archiving.FRAME_BYTES", FRAME_BYTES)
+        patch.setattr("datakit.store.archiving.FRAME_BYTES", FRAME_BYTES)
         archive(store, place)
 
 
@@ -43,4 +43,4 @@ def kill_after(num_writes: int, patch: pytest.MonkeyPatch) -> None:
     def opened(url: str, **_: object) -> Storage:
         return failing(url, "write", after=num_writes, error=Killed)
 
-    patch.setattr("datakit.store.output.open_repeating", opened)
+    patch.setattr("datakit.format.output.open_repeating", opened)

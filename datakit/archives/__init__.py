@@ -1,1 +1,0 @@
-"""Archives: stores compressed so that ranges can be read, and stores read from where they are, behind URLs too."""

@@ -1,0 +1,163 @@
+"""Archiving: a token store into a folder or object storage, compressed so that ranges of it can still be read.
+
+Files are streamed through compression in threads; memory is a few MiB a thread, on S3 also the parts in flight. Each
+byte is checked against the store's manifest on its way. Killed, it continues: a plan under `.work` claims the
+destination, a note there for each whole file keeps its digest, and `archive.json` is written last.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import orjson
+import xxhash
+
+from datakit.files.durable import FileDigest, blocks_of, checked_blocks
+from datakit.format.archive_record import SUFFIX, ArchiveRecord
+from datakit.format.claim import claim
+from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME, WORK_FOLDER, is_plain_folder
+from datakit.format.output import LOCK, Output
+from datakit.format.seekable_zstd import FRAME_BYTES, pack
+from datakit.shards.store_source import StoreSource
+from datakit.store.file_threads import FileThreads, Report
+from datakit.store.token_store import TokenStore
+from threefold.errors import CheckFailed, UserError, quoted
+
+DEFAULT_LEVEL, MAX_LEVEL = 3, 19
+_MAX_NOTE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveSummary:
+    """What an archive holds; `num_kept` files of an earlier run were kept."""
+
+    path: str
+    num_files: int
+    num_kept: int
+    size_bytes: int
+    packed_bytes: int
+
+
+def archive(
+    store: str | os.PathLike[str],
+    destination: str,
+    *,
+    level: int = DEFAULT_LEVEL,
+    num_workers: int = 1,
+    report: Report = lambda text: None,
+) -> ArchiveSummary:
+    """Make an archive of a local store at a folder or URL; UserError if that holds anything else.
+
+    The same call continues after a kill, and returns the summary if the archive is complete. One run at a time.
+    """
+    if not 1 <= level <= MAX_LEVEL:
+        raise UserError(f"there is no level {level}", hint=f"--level {DEFAULT_LEVEL}; 1 to {MAX_LEVEL} are levels")
+    threads = FileThreads(num_workers)
+    if not is_plain_folder(os.fspath(store)):
+        raise UserError(
+            f"{store} is not a token store in a local folder", hint=f"datakit unarchive {quoted(store)} --output STORE"
+        )
+    opened = TokenStore.open(store)
+    return _Archiving(opened, Output(destination, ARCHIVE_NAME), level, threads, report).run()
+
+
+class _Archiving:
+    """One run of `archive`."""
+
+    def __init__(self, store: TokenStore, output: Output, level: int, threads: FileThreads, report: Report) -> None:
+        self._folder, self._output, self._level = store.path, output, level
+        self._threads, self._report = threads, report
+        self._files, self._copy = store.manifest.files(), store.manifest.tokenizer_files
+        self._manifest_bytes = b"".join(blocks_of(store.path / FILE_NAME))
+        self._manifest = FileDigest.of(self._manifest_bytes)
+
+    def run(self) -> ArchiveSummary:
+        """Make what is missing, then commit."""
+        if self._output.size_of(ARCHIVE_NAME):
+            record, num_kept = self._complete_record(), len(self._files)
+            self._output.settle()
+        else:
+            plan = {"manifest": asdict(self._manifest), "level": self._level, "frame_bytes": FRAME_BYTES}
+            with claim(self._output, plan, keeps=(UserError,)):
+                record, num_kept = self._make()
+        return ArchiveSummary(
+            self._output.storage.url,
+            len(self._files),
+            num_kept,
+            sum(digest.size_bytes for digest in self._files.values()),
+            record.packed_bytes,
+        )
+
+    def _make(self) -> tuple[ArchiveRecord, int]:
+        """Compress the files that are missing, and commit; also return how many were kept."""
+        sizes = self._own_sizes()
+        kept = {name: digest for name in self._files if (digest := self._kept(name, sizes))}
+        missing = [name for name in self._files if name not in kept]
+        made = kept | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
+        files = {f"{name}{SUFFIX}": made[name] for name in self._files}
+        record = ArchiveRecord(self._level, FRAME_BYTES, self._manifest, files)
+        for name, digest in self._copy.items():  # as they are: they are small, and read by themselves
+            if not self._output.has(name, digest):
+                self._output.write(name, b"".join(checked_blocks(self._folder / name, digest)))
+        self._output.commit({FILE_NAME: self._manifest_bytes, ARCHIVE_NAME: record.encode()}, self._report)
+        return record, len(kept)
+
+    def _complete_record(self) -> ArchiveRecord:
+        """Return the record of the complete archive that is there; raise UserError if it is another one."""
+        url = self._output.storage.url
+        record = StoreSource.open(self._output.place).record
+        assert record
+        if (record.manifest, record.level, record.frame_bytes) != (self._manifest, self._level, FRAME_BYTES):
+            raise UserError(
+                f"{url} holds an archive of another store or made in another way", hint="choose another --output"
+            )
+        sizes = self._output.sizes()
+        for name, digest in record.files.items():
+            if sizes.get(name) != digest.size_bytes:
+                raise CheckFailed(
+                    f"{url}/{name} has {sizes.get(name, 'no')} bytes, {ARCHIVE_NAME} says {digest.size_bytes}",
+                    hint=f"datakit verify {quoted(url)}",
+                )
+        return record
+
+    def _own_sizes(self) -> dict[str, int]:
+        """Return the sizes of what is there; raise UserError if some of it is not of this archive."""
+        ours = {self._output.note_key, f"{WORK_FOLDER}/{LOCK}", FILE_NAME, *self._copy}
+        ours |= {key for name in self._files for key in (f"{name}{SUFFIX}", _note_key(name))}
+        sizes = self._output.sizes()
+        if strange := next((key for key in sizes if key not in ours), None):
+            raise UserError(f"{self._output.place} is not empty: it holds {strange}", hint="choose another --output")
+        return sizes
+
+    def _kept(self, name: str, sizes: dict[str, int]) -> FileDigest | None:
+        """Return the digest of a file that an earlier run has stored whole and noted, else None."""
+        key, note_key = f"{name}{SUFFIX}", _note_key(name)
+        if key not in sizes or not 0 < sizes.get(note_key, 0) <= _MAX_NOTE_BYTES:
+            return None
+        try:
+            digest = FileDigest(**orjson.loads(self._output.storage.read(note_key)))
+        except (orjson.JSONDecodeError, TypeError):
+            return None
+        return digest if digest.size_bytes == sizes[key] else None
+
+    def _pack(self, name: str) -> FileDigest:
+        """Store one file compressed, then note its digest."""
+        digest = FileDigest(0, "")
+
+        def packed() -> Iterator[bytes]:
+            nonlocal digest
+            hasher, size_bytes = xxhash.xxh3_64(), 0
+            blocks = self._threads.until_ended(checked_blocks(self._folder / name, self._files[name]))
+            for buffer in pack(blocks, self._level, FRAME_BYTES):
+                hasher.update(buffer)
+                size_bytes += len(buffer)
+                yield buffer
+            digest = FileDigest(size_bytes, hasher.hexdigest())
+
+        self._output.upload(f"{name}{SUFFIX}", packed)
+        self._output.write(_note_key(name), orjson.dumps(asdict(digest)))
+        return digest
+
+
+def _note_key(name: str) -> str:
+    return f"{WORK_FOLDER}/{name}{SUFFIX}.json"
