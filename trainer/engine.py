@@ -129,7 +129,7 @@ class Engine:
         assert self.mesh.layout.pp == 1, "generation runs on one pipeline stage"
         tokens, (num_rows, seq_length) = tokens_BS.flatten(), tokens_BS.shape
         positions = torch.arange(seq_length, device=tokens.device).repeat(num_rows)
-        batch = MicroBatch(tokens, tokens, positions, positions, seq_length, 0, None)
+        batch = MicroBatch(tokens, tokens, positions, positions, seq_length, (range(len(tokens)),), None)
         return self.chunks[0].logits(batch)
 
     def _run(
@@ -166,12 +166,11 @@ class Engine:
         microbatches, seq_length = [], batch.tokens.shape[-1]
         for number, parts in enumerate(rows):
             place = number * self.mesh.dp.size + self.mesh.dp.index
-            first_sample = batch.first_sample + place * train.micro_batch_size
+            first = (batch.first_sample + place * train.micro_batch_size) * seq_length
             tokens, labels, positions, loss_mask = (part.flatten() for part in parts)
             documents = None if batch.documents is None else batch.documents[number]
             weights = None if scale is None else loss_mask.to(wide) * scale.to(wide)
             arrays = tokens, labels, positions, loss_mask
-            microbatches.append(
-                MicroBatch(*arrays, seq_length, first_sample, key, weights_S=weights, documents=documents)
-            )
+            runs = (range(first, first + len(tokens)),)
+            microbatches.append(MicroBatch(*arrays, seq_length, runs, key, weights_S=weights, documents=documents))
         return microbatches

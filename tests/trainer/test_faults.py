@@ -1,6 +1,7 @@
 """The parity tests see each of a list of faults: what they would not notice is itself a failed test."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from tests.trainer.support.parity import (
 )
 from tests.trainer.support.plain_model import train
 from tests.trainer.support.threads import Deadlock, run_threads
+from tests.trainer.support.token_faults import TOKEN_FAULTS, turning_rows
 from threefold.errors import UserError
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
+ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, round_vocab_to=1,
@@ -44,7 +47,10 @@ def config_of(fault: Fault) -> Config:
             sequence_parallel="on" if fault.cuts_tokens else "off",
         ),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05),
-        train=TrainConfig(train_steps=5, seq_length=6, global_batch_size=4, precision="fp64", device="cpu"),
+        train=TrainConfig(
+            train_steps=5, seq_length=6, micro_batch_size=fault.micro_batch_size, global_batch_size=4,
+            precision="fp64", device="cpu",
+        ),
     )  # fmt: skip
     return resolve(config, layout.world_size)
 
@@ -81,7 +87,7 @@ def compare(fault: Fault) -> None:
         compare_layout(config, fault.layout)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", ALL_FAULTS, ids=lambda fault: fault.name)
 def test_parity_fails_if(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """By numbers that differ; by an assertion of the trainer only if the fault names it."""
     fault.plant(monkeypatch)
@@ -117,5 +123,20 @@ def test_without_a_fault_other_schedules_pass(layout: ParallelLayout, schedule: 
     compare(Fault("none", layout, lambda patch: None, model=model, schedule=schedule))
 
 
+@pytest.mark.parametrize("num_parts", [0, 1, 2])
+@pytest.mark.parametrize("position", ["learned", "rope"])
+@pytest.mark.parametrize("layout", [TP, PP, DP, TP4], ids=str)
+def test_places_in_several_runs_pass(
+    layout: ParallelLayout, position: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a micro-batch in another order train as they do in the stream's."""
+    options: dict[str, Any] = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1)}
+    fault = Fault("none", layout, lambda patch: None, model={"position": position}, micro_batch_size=2, **options)
+    config = config_of(fault)
+    expected = run_steps(0, alone(config), NUM_STEPS)
+    turning_rows(monkeypatch)
+    assert_parity(run_threads(layout.world_size, run_steps, config, NUM_STEPS), expected)
+
+
 def test_faults_have_names_of_their_own() -> None:
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+    assert len({fault.name for fault in ALL_FAULTS}) == len(ALL_FAULTS) >= 20

@@ -47,7 +47,7 @@ class Chunk:
 
     def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this stage's layers, and the branch that is yet to be added to it."""
-        batch = replace(batch, first_token=self.tensor.first_token(len(batch.tokens_S)))
+        batch = replace(batch, own_runs=self.tensor.own_runs(batch.runs))
         x_TD = self._embedded(batch) if received_TD is None else received_TD
         branch_TD: Tensor | None = None
         model = self.config.model
@@ -72,5 +72,5 @@ class Chunk:
     def _embedded(self, batch: MicroBatch) -> Tensor:
         x_TD = embed_tokens(batch.tokens_S, self.embed, self.tensor)
         if self.positions is not None:
-            x_TD = x_TD + lookup(self.tensor.own(batch.positions_S), self.positions)
+            x_TD = x_TD + lookup(batch.own(batch.positions_S), self.positions)
         return batch.drop(x_TD, layer=self.config.model.num_layers, site=0)

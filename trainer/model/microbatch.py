@@ -1,6 +1,5 @@
 """What a step reads, and what one pass of a micro-batch of it does."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from trainer.ops.attention.seam import Mask
 from trainer.ops.dropout import dropout
+from trainer.parallel.places import Runs, boxes, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,12 @@ class DropoutKey:
 class MicroBatch:
     """All tokens of one micro-batch, [S] each: its sequences one behind the other.
 
-    The first of them is sample `first_sample` of the training stream; `positions_S` are what the model is shown, which
-    may restart with each document. `weights_S` are the token losses' factors in the step's loss, in the wide dtype; an
-    evaluation has none. `dropout` is None if nothing is dropped; `turns_SH` are the angles of rotary positions, which
-    the layers share. `documents` are the int32 bounds of documents that attention does not cross, [0, ..., S], and the
-    tokens of the longest one. `first_token` is the first that this rank has of an activation whose tokens are cut.
+    `runs` are their places in the training stream: token t of sample n has place n * seq_length + t. `own_runs` are
+    those of the T tokens that this rank has of an activation whose tokens are cut; None if they are not.
+    `positions_S` are what the model is shown, which may restart with each document. `weights_S` are the token losses'
+    factors in the step's loss, in the wide dtype; an evaluation has none. `dropout` is None if nothing is dropped;
+    `turns_SH` are the angles of rotary positions, which the layers share. `documents` are the int32 bounds of documents
+    that attention does not cross, [0, ..., S], and the tokens of the longest one.
     """
 
     tokens_S: Tensor
@@ -51,12 +52,12 @@ class MicroBatch:
     positions_S: Tensor
     loss_mask_S: Tensor
     seq_length: int
-    first_sample: int
+    runs: Runs
     dropout: DropoutKey | None
     weights_S: Tensor | None = None
     turns_SH: Tensor | None = None
     documents: tuple[Tensor, int] | None = None
-    first_token: int = 0
+    own_runs: Runs | None = None
 
     @property
     def mask(self) -> Mask:
@@ -64,32 +65,24 @@ class MicroBatch:
         return Mask.of_rows(self.seq_length) if self.documents is None else Mask.of_documents(*self.documents)
 
     def drop(self, x_TD: Tensor, *, layer: int, site: int) -> Tensor:
-        """Drop elements of what this rank has of an activation: the tokens from `first_token` on."""
+        """Drop elements of what this rank has of an activation, each by its token's place."""
         key = self.dropout
         if key is None:
             return x_TD
         parts, start = [], 0
-        for row, position, num_tokens in boxes(self.first_token, len(x_TD), self.seq_length):
+        for sample, position, num_tokens in boxes(self.own_runs or self.runs, self.seq_length):
             box_BLD = x_TD[start : start + num_tokens].unflatten(0, (-1, min(num_tokens, self.seq_length)))
             dropped_BLD = dropout(
                 box_BLD, key.p, seed=key.seed, step=key.step, layer=layer, site=site,
-                first_sample=self.first_sample + row, first_position=position,
+                first_sample=sample, first_position=position,
             )  # fmt: skip
             parts.append(dropped_BLD.flatten(0, 1))
             start += num_tokens
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-
-def boxes(first: int, num_tokens: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield a run of tokens as boxes of rows of `length` tokens: the first row, the place in it, the number of tokens.
-
-    >>> list(boxes(2, 13, 4))
-    [(0, 2, 2), (1, 0, 8), (3, 0, 3)]
-    """
-    stop = first + num_tokens
-    while first < stop:
-        row, position = divmod(first, length)
-        whole = (stop - first) // length * length
-        size = whole if not position and whole else min(length - position, stop - first)
-        yield row, position, size
-        first += size
+    def own(self, x_S: Tensor) -> Tensor:
+        """Return what of something of all tokens belongs to those that this rank has; a view if that is one run."""
+        if self.own_runs is None:
+            return x_S
+        parts = [x_S[rows.start : rows.stop] for run in self.own_runs for rows in [rows_of(run, self.runs)]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -18,6 +18,7 @@ from trainer.linear.overlapped import TokenCut
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Group
 from trainer.parallel.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
+from trainer.parallel.places import Runs, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,9 @@ class TensorParallel:
         """Return the sum of the ranks' partial results, [T, D]; if tokens are cut the argument is overwritten."""
         return reduce_scatter_to(x_SD, self.group) if self.cuts_tokens else reduce_from(x_SD, self.group)
 
-    def own(self, x_S: Tensor) -> Tensor:
-        """Return what this rank has of something of all tokens, a view."""
-        return self.group.share(x_S) if self.cuts_tokens else x_S
-
-    def first_token(self, num_tokens: int) -> int:
-        """Return which of so many tokens is the first that this rank has."""
-        return self.group.index * (num_tokens // self.group.size) if self.cuts_tokens else 0
+    def own_runs(self, runs: Runs) -> Runs | None:
+        """Return which places of these this rank has of an activation whose tokens are cut."""
+        return share_of(runs, self.group.index, self.group.size) if self.cuts_tokens else None
 
     def column_linear(self, x_TD: Tensor, weights: Sequence[tuple[Weight, Weight | None]]) -> Tensor:
         """Return this rank's outputs, [S, N / tp]: those of several weights side by side."""

@@ -71,7 +71,7 @@ def random_batch(engine: Engine) -> MicroBatch:
     ones = torch.ones(num_tokens, device=device)
     key = DropoutKey(model.dropout, train.seed, 0) if model.dropout else None
     weights = ones.to(wide_dtype(engine.dtype)) / num_tokens
-    return MicroBatch(tokens, tokens, positions, ones, seq_length, 0, key, weights_S=weights)
+    return MicroBatch(tokens, tokens, positions, ones, seq_length, (range(num_tokens),), key, weights_S=weights)
 
 
 def time_passes(engine: Engine, stage: int, batch: MicroBatch) -> list[float]:

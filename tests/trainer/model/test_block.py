@@ -25,7 +25,8 @@ def stream() -> torch.Tensor:
 
 def batch(first_position: int = 0, first_sample: int = 4, dropout: DropoutKey | None = None) -> MicroBatch:
     positions = torch.arange(first_position, first_position + SEQ).repeat(ROWS)
-    return MicroBatch(positions, positions, positions, positions, SEQ, first_sample, dropout)
+    runs = (range(first_sample * SEQ, (first_sample + ROWS) * SEQ),)
+    return MicroBatch(positions, positions, positions, positions, SEQ, runs, dropout)
 
 
 def stream_after(layer: Block, x: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -68,5 +69,6 @@ def test_masks_differ_by_site_layer_step_and_sample() -> None:
         batch(first_sample=6, dropout=key).drop(x, layer=0, site=0),
     ]
     assert all(not torch.equal(a, b) for n, a in enumerate(masks) for b in masks[:n])
-    shifted = batch(first_sample=5, dropout=key).drop(x[:SEQ], layer=0, site=0)
+    sample_5 = replace(whole, runs=(range(5 * SEQ, 6 * SEQ),))
+    shifted = sample_5.drop(x[:SEQ], layer=0, site=0)
     assert torch.equal(shifted, masks[0][SEQ:]), "sample 5 has its mask wherever it is computed"

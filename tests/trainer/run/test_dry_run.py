@@ -98,7 +98,7 @@ def test_the_estimate_is_what_an_engine_allocates(model: dict, optim: dict) -> N
         return tensor
 
     tokens = torch.zeros(2 * 64, dtype=torch.long)
-    batch = MicroBatch(tokens, tokens, torch.arange(64).repeat(2), torch.ones(2 * 64), 64, 0, None)
+    batch = MicroBatch(tokens, tokens, torch.arange(64).repeat(2), torch.ones(2 * 64), 64, (range(2 * 64),), None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = engine.chunks[0].forward(None, batch)
     assert loss.shape == tokens.shape

@@ -25,6 +25,7 @@ from trainer.model import chunk, head, table
 from trainer.model.chunk import Chunk
 from trainer.model.embedding import lookup
 from trainer.model.head import Head
+from trainer.model.microbatch import MicroBatch
 from trainer.ops.activation import Activation
 from trainer.ops.adamw import IntervalTable
 from trainer.parallel import tensor
@@ -56,6 +57,7 @@ class Fault:
     cuts_tokens: bool = False
     schedule: str = "1f1b"
     num_parts: int = 1  # in which cut tokens are transferred
+    micro_batch_size: int = 1
     trips: str = ""
 
 
@@ -90,8 +92,9 @@ def no_partial_rows(real: Any, config: Any) -> Any:
 def own_first_sample(real: Any, self: Engine, step: int, batch: Any, **options: Any) -> Any:
     found = real(self, step, batch, **options)
     size = self.config.train.micro_batch_size
-    firsts = range(batch.first_sample, 10**9, size)
-    return [replace(each, first_sample=first) for each, first in zip(found, firsts, strict=False)]
+    length = self.config.train.seq_length
+    firsts = range(batch.first_sample * length, 10**9, size * length)
+    return [replace(each, runs=(range(first, first + size * length),)) for each, first in zip(found, firsts)]
 
 
 def shifted_positions(real: Any, self: Engine, step: int, batch: Any, **options: Any) -> Any:
@@ -263,10 +266,12 @@ FAULTS = [
     Fault("nothing of cut tokens is summed over tp", TP, wrapping(Group, "start_scatter", not_summed),
           cuts_tokens=True),
     Fault("dropout begins with the first token on each tp rank", TP,
-          wrapping(TensorParallel, "first_token", lambda real, self, num_tokens: 0), cuts_tokens=True),
+          wrapping(tensor, "share_of", lambda real, runs, index, size: real(runs, 0, size)), cuts_tokens=True,
+          model={"position": "rope"}),
     Fault("a dropped token's place is off by one on the second tp rank", TP,
-          wrapping(TensorParallel, "first_token", lambda real, self, *args: real(self, *args) + self.group.index),
-          cuts_tokens=True),
+          wrapping(tensor, "share_of", lambda real, runs, index, size:
+                   tuple(range(run.start + index, run.stop + index) for run in real(runs, index, size))),
+          cuts_tokens=True, model={"position": "rope"}),
     Fault("norms are left out of their holders on other tp ranks", TP, held_apart("tp_dp"), cuts_tokens=True),
     Fault("heads that two tp ranks hold are left out of their holders", ParallelLayout(tp=4), held_apart("kv_dp")),
     Fault("each part of the tokens is put where the first is", TP,
@@ -281,7 +286,7 @@ FAULTS = [
     Fault("parts of a sum are read before they are there", TP, read_at_once("reduce_scatter", "tp"), cuts_tokens=True,
           num_parts=2),
     Fault("each tp rank has the positions of the first tokens", TP,
-          wrapping(TensorParallel, "own", lambda real, self, x: x[: len(x) // self.group.size]), cuts_tokens=True),
+          wrapping(MicroBatch, "own", lambda real, self, x: x[: len(real(self, x))]), cuts_tokens=True),
     Fault("tied gradients are not summed over the ends", PP, skipping("reduce_scatter", "ends_dp")),
     Fault("the tied head does not get the new values", PP, skipping("all_gather", "ends_dp")),
     Fault("dropout numbers layers within a stage", PP, wrapping(Chunk, "__init__", layers_from_zero)),
