@@ -17,7 +17,7 @@ OUT = {  # word: what it looks like; CONTRIBUTING.md says what to write instead
 }
 ANY_OUT = re.compile(r"\b(?:" + "|".join(f"({word})" for word in OUT.values()) + r")\b", re.IGNORECASE)
 AREAS = {
-    "docs": ["*.md", "docs/**/*.md"],
+    "docs": ["*.md", "docs/**/*.md", "changes/*.md"],
     "threefold": ["threefold/**/*.py"],
     "datakit": ["datakit/**/*.py", "csrc/datakit/*", "csrc/mapped/*"],
     "ckptkit": ["ckptkit/**/*.py", "csrc/ckptkit/*", "csrc/hashing/*"],

@@ -1,9 +1,9 @@
-"""Make a release: the version in every file that has it, the date in the changelog, all checks, sdist and wheel.
+"""Make a release: the version in every file that has it, a section of the changelog, all checks, sdist and wheel.
 
     python -m tools.release 0.2.0         # `make release VERSION=0.2.0`
 
 Nothing is committed, tagged or sent anywhere: the last lines are the commands that do so. If a check fails, the files
-are as they were.
+are as they were. The section is made of the fragments in changes/, which are removed.
 """
 
 import argparse
@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tools import changelog
 
 ROOT = Path(__file__).parents[1]
 PLACES = {  # the one line of each file that has the version
@@ -32,17 +34,21 @@ def main(argv: "list[str] | None" = None) -> int:
     if fault := refused(ROOT, arguments.version):
         sys.exit(f"error: {fault}")
     written = changed(ROOT, arguments.version, today)
+    used = [path for path in (*changelog.fragments(ROOT), ROOT / changelog.FOLDER / changelog.SUMMARY) if path.exists()]
     if arguments.dry_run:
         print("\n".join(f"would write {name}" for name in written))
+        print("\n".join(f"would remove {path.relative_to(ROOT)}" for path in used))
         return 0
-    before = {name: (ROOT / name).read_text() for name in written}
+    before = {path: path.read_text() for path in (*map(ROOT.joinpath, written), *used)}
     for name, text in written.items():
         (ROOT / name).write_text(text)
+    for path in used:
+        path.unlink()
     for step in STEPS:
         print("+", *step, flush=True)
         if subprocess.run(step, cwd=ROOT, check=False).returncode:
-            for name, text in before.items():
-                (ROOT / name).write_text(text)
+            for path, text in before.items():
+                path.write_text(text)
             sys.exit(f"error: {' '.join(step)} failed; {', '.join(written)} are as they were")
     version = arguments.version
     print(f"dist/ holds {version}. What is left:\n  git commit -am 'Release {version}' && git tag v{version}")
@@ -61,8 +67,12 @@ def refused(root: Path, version: str) -> str | None:
     found = {name: found_in(root, name) for name in PLACES}
     if len({*found.values()}) != 1:
         return f"files have several versions: {', '.join(f'{name} {each}' for name, each in found.items())}"
-    if "(unreleased)" not in (root / "CHANGELOG.md").read_text():
-        return "CHANGELOG.md has no section `## VERSION (unreleased)`: nothing to release"
+    if faults := changelog.faults(root):
+        return faults[0]
+    try:
+        changelog.assembled(root, version)
+    except ValueError as error:
+        return f"nothing to release: {error}"
     return None
 
 
@@ -74,9 +84,7 @@ def changed(root: Path, version: str, today: str) -> dict[str, str]:
         line = re.search(pattern, text, re.MULTILINE)
         assert line is not None, f"{name} has a line of the version"
         texts[name] = text.replace(line[0], line[0].replace(str(old), version), 1)
-    changelog = (root / "CHANGELOG.md").read_text()
-    heading = f"## {version} ({today})"
-    texts["CHANGELOG.md"] = re.sub(r"^## .+ \(unreleased\)$", heading, changelog, count=1, flags=re.MULTILINE)
+    texts["CHANGELOG.md"] = changelog.assembled(root, f"{version} ({today})")
     return texts
 
 

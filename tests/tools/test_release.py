@@ -22,6 +22,8 @@ def tree(tmp_path: Path) -> Path:
     for name in (*release.PLACES, "CHANGELOG.md"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text((ROOT / name).read_text())
+    (root / "changes").mkdir()
+    (root / "changes" / "datakit-rows.md").write_text("fixed: rows of 7 tokens are whole.\n")
     git(tmp_path, "init", "-q", "tree")
     git(root, "add", ".")
     git(root, "commit", "-q", "-m", "one")
@@ -35,10 +37,15 @@ def test_every_file_gets_the_version_and_the_changelog_the_date(tree: Path) -> N
     assert texts.keys() == before.keys()
     for name, text in texts.items():
         (tree / name).write_text(text)
-        lines = [pair for pair in zip(before[name].splitlines(), text.splitlines(), strict=True) if pair[0] != pair[1]]
+        old, new = before[name].splitlines(), text.splitlines()
+        if name == "CHANGELOG.md":
+            continue
+        lines = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
         assert len(lines) == 1, name
         assert "7.8.9" in lines[0][1]
     assert "## 7.8.9 (2031-02-03)\n" in texts["CHANGELOG.md"]
+    assert "\n- datakit: rows of 7 tokens are whole.\n" in texts["CHANGELOG.md"]
+    (tree / "changes" / "datakit-rows.md").unlink()
     assert {release.found_in(tree, name) for name in release.PLACES} == {"7.8.9"}
     git(tree, "commit", "-aqm", "release")
     assert "nothing to release" in str(release.refused(tree, "7.9.0"))
@@ -49,6 +56,11 @@ def test_a_tree_that_could_not_be_made_again_is_refused(tree: Path) -> None:
     (tree / "note.txt").write_text("x")
     assert "not committed: ?? note.txt" in str(release.refused(tree, "7.8.9"))
     (tree / "note.txt").unlink()
+    (tree / "changes" / "datakit-rows.md").write_text("rows are whole\n")
+    git(tree, "commit", "-aqm", "a fragment without its kind")
+    assert "datakit-rows.md: an entry begins with one of" in str(release.refused(tree, "7.8.9"))
+    (tree / "changes" / "datakit-rows.md").write_text("fixed: rows are whole\n")
+    git(tree, "commit", "-aqm", "with it")
     git(tree, "tag", "v7.8.9")
     assert release.refused(tree, "7.8.9") == "v7.8.9 is a tag already"
     (tree / "CITATION.cff").write_text("version: 0.0.9\n")
@@ -60,14 +72,16 @@ def test_a_tree_that_could_not_be_made_again_is_refused(tree: Path) -> None:
 def test_a_check_that_fails_leaves_the_files_as_they_were(
     tree: Path, fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = (tree / "pyproject.toml").read_text()
+    before, fragment = (tree / "pyproject.toml").read_text(), tree / "changes" / "datakit-rows.md"
     monkeypatch.setattr(release, "ROOT", tree)
     monkeypatch.setattr(release, "STEPS", (("true",), ("false",) if fails else ("true",)))
     if fails:
         with pytest.raises(SystemExit, match=r"error: false failed; pyproject.toml, .* are as they were"):
             release.main(["7.8.9"])
         assert (tree / "pyproject.toml").read_text() == before
+        assert fragment.read_text().startswith("fixed: ")
         return
     assert release.main(["7.8.9"]) == 0
     assert "git tag v7.8.9" in capsys.readouterr().out
+    assert not fragment.exists()
     assert 'version = "7.8.9"' in (tree / "pyproject.toml").read_text()

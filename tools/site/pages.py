@@ -86,7 +86,8 @@ def relinked(text: str, name: str) -> str:
 
     def moved(link: re.Match[str]) -> str:
         place = relpath(here / link[2], ".")
-        if (ROOT / place).is_file() and not place.startswith("docs/") and not place.endswith((".md", ".png")):
+        is_page = place.endswith((".md", ".png")) and not place.startswith("changes/")
+        if (ROOT / place).is_file() and not place.startswith("docs/") and not is_page:
             return f"{link[1]}{SOURCES}/blob/main/{place}"
         return link[1] + relpath(MOVED.get(place, place), new_here)
 

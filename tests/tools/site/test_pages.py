@@ -42,6 +42,7 @@ def test_a_file_that_is_not_in_the_site_is_a_link_to_the_sources() -> None:
     [link] = re.findall(r"\((.+)\)", relinked("[a](../../examples/gpt-small.toml)", "docs/guides/save.md"))
     assert re.fullmatch(r"https://[^ ]+/blob/main/examples/gpt-small\.toml", link)
     assert relinked("[a](../../examples/gone.toml)", "docs/guides/save.md") == "[a](../../examples/gone.toml)"
+    assert relinked("[a](changes/README.md)", "CHANGELOG.md").endswith("/blob/main/changes/README.md)")
 
 
 def test_the_contents_list_every_page_once(tmp_path: Path) -> None:
