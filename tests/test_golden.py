@@ -16,8 +16,15 @@ import ckptkit
 import datakit
 from ckptkit import Box, Piece
 from ckptkit.cli import main as ckptkit_main
+from ckptkit.foreign.folder_source import FolderSource
+from ckptkit.foreign.hf_folder import HfFolder
+from ckptkit.foreign.kinds import folder_of
+from ckptkit.rewrite.dcp_export import export_dcp
+from ckptkit.rewrite.mapped_source import MappedSource
+from ckptkit.rewrite.mapping import Mapper
 from tests.golden import make
 from tests.trainer.support.training import Job, curve
+from threefold.storage import open_storage
 from trainer.cli import main as trainer_main
 
 GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("*/expected.json"))
@@ -92,6 +99,18 @@ class TestOfACheckpoint:
         recorded = expected(folder, "checkpoints")[str(step)]
         assert {name: found[name] for name in recorded} == recorded
 
+    def test_it_hashes_as_then_through_a_mapping_and_as_another_programs_folder(
+        self, folder: Path, step: int, tmp_path: Path
+    ) -> None:
+        (tmp_path / "rules.toml").write_text("")
+        recorded = expected(folder, "checkpoints")[str(step)]
+        with ckptkit.CheckpointReader(open_storage(folder / "run"), step) as reader:
+            mapped = ckptkit.hash_checkpoint(MappedSource(reader, Mapper(str(tmp_path / "rules.toml"), reader)))
+            assert {name: getattr(mapped, name) for name in recorded} == recorded
+            export_dcp(reader, open_storage(tmp_path / "dcp"))
+        with folder_of("dcp", f"dcp:{tmp_path}/dcp").open(0) as source:  # which knows no ties
+            assert recorded["tensors"].items() <= ckptkit.hash_checkpoint(source).tensors.items()
+
     def test_it_is_restored_whole_with_its_metadata(self, folder: Path, step: int) -> None:
         tensors = make.table(folder.name)
         wanted = {info.name: make.values(info, step) for info in tensors if info.placement.tied_to is None}
@@ -119,6 +138,15 @@ class TestOfACheckpoint:
         assert json.loads((tmp_path / "other" / root).read_text())["version"] == 2
         about = [ckptkit_json(capsys, "inspect", url)["tensors"] for url in (source, f"{tmp_path}/other")]
         assert about[0] == about[1]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama", "llama-linear", "mistral", "qwen2", "qwen3"])
+def test_a_model_folder_hashes_as_the_run_that_it_becomes(model: str, tmp_path: Path) -> None:
+    url = f"hf:{Path(__file__).parent}/golden/hugging-face/{model}"
+    assert ckptkit_main(["import", url, str(tmp_path)]) == 0
+    with HfFolder(url).open(0) as folder, ckptkit.Run(str(tmp_path)).open(0) as imported:
+        assert isinstance(folder, FolderSource)
+        assert ckptkit.hash_checkpoint(folder) == ckptkit.hash_checkpoint(imported)
 
 
 @pytest.mark.parametrize("folder", TRAININGS, ids=lambda folder: folder.name)

@@ -179,7 +179,7 @@ def check_all(folder: Path, tensors: list[TensorInfo]) -> str:
     with Run(folder).open(STEP) as reader:
         cover = Cover(tensors)
         for part in reader.root.parts:
-            cover.add(reader.read_index(part), part.index)
+            cover.add(reader.files.read_index(part), part.index)
         cover.check("the step", list)
     return ""
 

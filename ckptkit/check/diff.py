@@ -18,7 +18,7 @@ from ckptkit.check.elements import BLOCK_ELEMENTS, Floats, Numbers, bits, l2_nor
 from ckptkit.check.slabs import AHEAD_SLAB_BYTES, Source, chosen, holder_of, read_ahead
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Bytes
-from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.loading.chunk_source import ChunkSource, reading_threads, usual_threads
 from ckptkit.model.slab import Slab
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 
@@ -119,8 +119,8 @@ class CheckpointDifference:
 
 
 def diff_checkpoints(
-    left: CheckpointReader,
-    right: CheckpointReader,
+    left: ChunkSource,
+    right: ChunkSource,
     *,
     only: Sequence[str] = (),
     tolerance: Tolerance | None = None,
@@ -146,7 +146,7 @@ def diff_checkpoints(
     wide = [_wider(name, *(source.holders[name] for source in sources)) for name in compared]
     total, done = sum(info.size_bytes for info in wide), 0
     found = dict.fromkeys(compared, Difference())
-    with reading_threads(left.num_threads + len(readers), *readers) as pool:
+    with reading_threads(usual_threads() + len(readers), *readers) as pool:
         for slab, data in read_ahead(pool, sources, wide, slab_bytes):
             name = slab.info.name
             dtypes = sources[0].holders[name].dtype, sources[1].holders[name].dtype

@@ -1,6 +1,6 @@
 """Content hashes of a checkpoint that do not depend on how it is cut, in one streaming pass.
 
-Memory: a slab, one granule of each open file, and what the reader holds of all part indexes.
+Memory: a slab, one granule of each open file, and what the source holds of all part indexes.
 
 Per tensor: XXH3-128 over the XXH3-128 digests (16 bytes each, big-endian) of the 1 MiB blocks of its global row-major
 bytes at its true shape. Totals: XXH3-128 over one line `name NUL dtype NUL shape NUL digest LF` a tensor, sorted by
@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from ckptkit.check.slabs import fill
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.slab import SLAB_BYTES, STEP_BYTES, Slab, slab_batches
 from ckptkit.model.tensor import TensorInfo, storage_order
 
@@ -32,12 +32,12 @@ class CheckpointHash:
     all: str
 
 
-def hash_checkpoint(reader: CheckpointReader, *, slab_bytes: int = SLAB_BYTES) -> CheckpointHash:
+def hash_checkpoint(source: ChunkSource, *, slab_bytes: int = SLAB_BYTES) -> CheckpointHash:
     """Hash every tensor of a checkpoint; reads each byte once. UserError where it is one node's part of a step."""
-    reader.root.check_whole(reader.url)
-    infos = {info.name: info for info in reader.root.tensors.values() if info.placement.tied_to is None}
+    source.root.check_whole(source.url)
+    infos = {info.name: info for info in source.root.tensors.values() if info.placement.tied_to is None}
     states = {name: xxhash.xxh3_128() for name in infos}
-    for slab, data in read_slabs(reader, slab_bytes):
+    for slab, data in read_slabs(source, slab_bytes):
         for start in range(0, len(data), STEP_BYTES):
             states[slab.info.name].update(xxhash.xxh3_128_digest(data[start : start + STEP_BYTES]))
     digests = {name: state.hexdigest() for name, state in states.items()}
@@ -46,12 +46,12 @@ def hash_checkpoint(reader: CheckpointReader, *, slab_bytes: int = SLAB_BYTES) -
     return CheckpointHash(digests, _total(params, digests), _total(optim, digests), _total(params + optim, digests))
 
 
-def read_slabs(reader: CheckpointReader, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[Slab, memoryview]]:
+def read_slabs(source: ChunkSource, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[Slab, memoryview]]:
     """Yield all tensors' global row-major bytes, slab by slab; the bytes are valid until the next slab is asked for."""
     buffer = np.empty(slab_bytes, np.uint8)
-    for batch in slab_batches(sorted(reader.root.tensors.values(), key=storage_order), slab_bytes):
+    for batch in slab_batches(sorted(source.root.tensors.values(), key=storage_order), slab_bytes):
         ranges = [(slab.info, slab.start, slab.stop) for slab in batch]
-        for slab, data in zip(batch, fill(reader, ranges, buffer), strict=True):
+        for slab, data in zip(batch, fill(source, ranges, buffer), strict=True):
             yield slab, data.data
 
 

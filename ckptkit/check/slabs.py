@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Bytes
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource, read_chunks
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.slab import Slab, slab_batches
@@ -29,7 +29,7 @@ AHEAD_SLAB_BYTES = 32 << 20  # two of them are as large as a slab of a pass with
 class Source:
     """A checkpoint that is read, and for each tensor that is asked for the one that holds its bytes."""
 
-    reader: CheckpointReader
+    chunks: ChunkSource
     holders: Mapping[str, TensorInfo]
 
 
@@ -50,19 +50,20 @@ def holder_of(info: TensorInfo, root: Root) -> TensorInfo:
     return info if info.placement.tied_to is None else root.tensors[info.placement.tied_to]
 
 
-def fill(reader: CheckpointReader, ranges: Sequence[tuple[TensorInfo, int, int]], buffer: Bytes) -> list[Bytes]:
+def fill(source: ChunkSource, ranges: Sequence[tuple[TensorInfo, int, int]], buffer: Bytes) -> list[Bytes]:
     """Read elements [start, stop) of tensors into a buffer, one after the other, and return the bytes of each.
 
-    The hint of damage names other steps of the reader's run, as readers of several runs may be at work.
+    The hint of damage names other steps of the run that is read, as readers of several runs may be at work.
     """
     wanted = ChunkTable.of([
         (info, Box((0,) * len(info.shape), info.shape), start, stop) for info, start, stop in ranges
     ])  # fmt: skip
     places = np.cumsum([0] + [(stop - start) * ITEMSIZE[info.dtype] for info, start, stop in ranges])
     try:
-        reader.read(wanted, buffer.ctypes.data + places[:-1])
+        read_chunks(source, wanted, buffer.ctypes.data + places[:-1])
     except CheckFailed as damage:
-        damage.hint = damage.hint or f"ckptkit ls {quote(reader.storage.url)}"
+        if source.files is not None:
+            damage.hint = damage.hint or f"ckptkit ls {quote(source.files.storage.url)}"
         raise
     return [buffer[start:stop] for start, stop in pairwise(places.tolist())]
 
@@ -80,7 +81,7 @@ def read_ahead(
         reads = [
             pool.submit(
                 fill,
-                source.reader,
+                source.chunks,
                 [(source.holders[slab.info.name], slab.start, slab.stop) for slab in batch],
                 buffer,
             )

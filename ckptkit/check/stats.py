@@ -18,7 +18,7 @@ import numpy as np
 from ckptkit.check.elements import BLOCK_ELEMENTS, json_number, l2_norm, widened
 from ckptkit.check.slabs import AHEAD_SLAB_BYTES, Source, chosen, read_ahead
 from ckptkit.io.blocks import Bytes
-from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.loading.chunk_source import ChunkSource, reading_threads, usual_threads
 from ckptkit.model.tensor import ITEMSIZE
 
 _LARGE = 1e300  # values of which some thousands may sum to more than a float holds
@@ -81,7 +81,7 @@ class TensorStatistics:
 
 
 def tensor_statistics(
-    reader: CheckpointReader,
+    source: ChunkSource,
     *,
     only: Sequence[str] = (),
     slab_bytes: int = AHEAD_SLAB_BYTES,
@@ -91,14 +91,14 @@ def tensor_statistics(
 
     UserError where the checkpoint is one node's part of a step. `progress` is called with the bytes done and the total.
     """
-    reader.root.check_whole(reader.url)
-    [table] = chosen([reader.root], only)
+    source.root.check_whole(source.url)
+    [table] = chosen([source.root], only)
     infos = [info for info in table.values() if info.placement.tied_to is None]
     found = {info.name: TensorStatistics() for info in infos}
-    source = Source(reader, {info.name: info for info in infos})
+    read = Source(source, {info.name: info for info in infos})
     total, done = sum(info.size_bytes for info in infos), 0
-    with reading_threads(reader.num_threads + 1, reader) as pool:
-        for slab, (data,) in read_ahead(pool, [source], infos, slab_bytes):
+    with reading_threads(usual_threads() + 1, source) as pool:
+        for slab, (data,) in read_ahead(pool, [read], infos, slab_bytes):
             name, dtype = slab.info.name, slab.info.dtype
             size = BLOCK_ELEMENTS * ITEMSIZE[dtype]
             blocks = [data[start : start + size] for start in range(0, len(data), size)]

@@ -12,7 +12,8 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part
 from ckptkit.io.blocks import GRANULE_BYTES, Bytes, checksums, shown_names
 from ckptkit.io.sums import ChunkSums
-from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.loading.chunk_source import ChunkSource, reading_threads
+from ckptkit.loading.reader import CheckpointReader
 from ckptkit.plan.certificate import differing, is_readable
 from ckptkit.plan.cover import Cover
 from threefold.errors import CheckFailed, listed
@@ -66,15 +67,15 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
     assert 0 <= share <= 1, f"a share of {share}"
     root = reader.root
     cover = Cover(list(root.tensors.values()), is_share=root.share is not None)
-    sizes = reader.size_faults()
+    sizes = reader.files.size_faults()
     with reading_threads(reader.num_threads, reader) as pool:
         checks = pool.map(lambda number: _check_part(reader, cover, sizes, number, share, seed), range(len(root.parts)))
         checked = list(checks)
     faults = [fault for _, _, found in checked for fault in found]
     if faults:
-        reader.check_still_there()
+        reader.files.check_still_there()
     if all(is_counted for is_counted, _, _ in checked):
-        found = cover.faults(lambda: ((writer_of(part.index), reader.read_index(part)) for part in root.parts))
+        found = cover.faults(lambda: ((writer_of(part.index), reader.files.read_index(part)) for part in root.parts))
         faults += [Fault(ROOT_KEY, fault.what, None, (fault.tensor,)) for fault in found]
     saved, certificate = root.certificate, cover.certificate
     num_certified = 0
@@ -86,14 +87,14 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
     return Verification(root.step, len(checked), bytes_read, data_bytes, tuple(faults), num_certified)
 
 
-def check_files(reader: CheckpointReader) -> None:
+def check_files(source: ChunkSource) -> None:
     """Raise CheckFailed if a file that the root names is missing or has another size; by one listing, nothing is read.
 
-    Nothing is looked up for a folder of another program, whose reader has done so.
+    Nothing is looked up for a folder of another program: opening it has done so.
     """
-    if reader.root.parts and (faults := reader.size_faults()):
-        reader.check_still_there()
-        raise CheckFailed(f"{reader.url} is not whole:{listed([f'{key} {what}' for key, what in faults.items()])}")
+    if source.files is not None and (faults := source.files.size_faults()):
+        source.files.check_still_there()
+        raise CheckFailed(f"{source.url} is not whole:{listed([f'{key} {what}' for key, what in faults.items()])}")
 
 
 def sampled_granules(num_granules: int, share: float, seed: Sequence[int]) -> Granules:
@@ -115,8 +116,8 @@ def check_data(
         what = f"its index puts the data at byte {index.data_offset}, its chunks at {len(header)}"
         return 0, [Fault(part.data, what, 0)]
     try:
-        with reader.loss_as_damage(part.data, part.data_bytes):
-            source = reader.open_part(number, None)
+        with reader.files.loss_as_damage(part.data, part.data_bytes):
+            source = reader.files.open_part(number, None)
     except CheckFailed as error:
         return 0, [_lost(part, index, error)]
     buffer = np.empty(WINDOW_BYTES, np.uint8)
@@ -126,7 +127,7 @@ def check_data(
         for first, stop in _stretches(np.arange(len(index.checksums)) if granules is None else granules):
             start = first * GRANULE_BYTES
             size = min(stop * GRANULE_BYTES, index.size_bytes) - start
-            reader.read_part(number, source, [(start, size, buffer.ctypes.data)])
+            reader.files.read_part(number, source, [(start, size, buffer.ctypes.data)])
             found = checksums(buffer[:size])
             differing = (first + np.flatnonzero(found != index.checksums[first:stop])).tolist()
             for granule in _still_differing(reader, part, index, differing, buffer[:size], start):
@@ -156,15 +157,15 @@ def _still_differing(
 
     It begins at byte `start` of the file.
     """
-    storage = reader.storage.afresh() if granules else None
+    storage = reader.files.storage.afresh() if granules else None
     if storage is None:
         return list(granules)
     left = []
     for granule in granules:
         at = granule * GRANULE_BYTES
-        with reader.loss_as_damage(part.data, part.data_bytes):
+        with reader.files.loss_as_damage(part.data, part.data_bytes):
             [data] = storage.read_ranges(
-                f"{reader.folder}/{part.data}", [(at, min(at + GRANULE_BYTES, index.size_bytes))]
+                f"{reader.files.folder}/{part.data}", [(at, min(at + GRANULE_BYTES, index.size_bytes))]
             )
         seen = np.frombuffer(data, np.uint8)
         if checksums(seen)[0] != index.checksums[granule]:
@@ -186,7 +187,7 @@ def _check_part(
     """Return whether a part's chunks went into the cover, the bytes read of its data file, and its faults."""
     part = reader.root.parts[number]
     try:
-        index = reader.read_index(part)
+        index = reader.files.read_index(part)
         cover.add(index, f"{reader.url}/{part.index}")
     except CheckFailed as error:
         return False, 0, [Fault(part.index, error.message)]

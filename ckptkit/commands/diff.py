@@ -13,7 +13,7 @@ from threefold.options import argument, option
 
 if TYPE_CHECKING:
     from ckptkit.check.diff import CheckpointDifference, Largest, TensorDifference
-    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.loading.chunk_source import ChunkSource
 
 COLUMNS = (
     "tensor", "dtype", "differing", "of", "largest abs", "at", "largest rel", "at", "norm A", "norm B", "norm A-B",
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
 
 
 def as_json(
-    found: "CheckpointDifference", shown: "Sequence[TensorDifference]", readers: "Sequence[CheckpointReader]"
+    found: "CheckpointDifference", shown: "Sequence[TensorDifference]", readers: "Sequence[ChunkSource]"
 ) -> dict[str, Any]:
     """Return a difference as JSON holds it."""
     from ckptkit.check.elements import json_number
@@ -88,7 +88,7 @@ def as_json(
 
 
 def print_difference(
-    found: "CheckpointDifference", shown: "Sequence[TensorDifference]", readers: "Sequence[CheckpointReader]"
+    found: "CheckpointDifference", shown: "Sequence[TensorDifference]", readers: "Sequence[ChunkSource]"
 ) -> None:
     """Print a difference: what the roots record, what cannot be compared, a table of tensors, a line in the end."""
     for side, reader in zip("AB", readers, strict=True):

@@ -10,7 +10,7 @@ from threefold.options import option
 
 if TYPE_CHECKING:
     from ckptkit.check.stats import TensorStatistics
-    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.loading.chunk_source import ChunkSource
 
 STATISTICS = ("tensor", "dtype", "shape", "elements", "NaN", "Inf", "zeros", "min", "max", "mean", "std", "L2 norm")
 
@@ -82,7 +82,7 @@ def check_page(path: str) -> None:
     check_page_path(path)
 
 
-def statistics(reader: "CheckpointReader", about: dict[str, Any], options: Options) -> "dict[str, TensorStatistics]":
+def statistics(reader: "ChunkSource", about: dict[str, Any], options: Options) -> "dict[str, TensorStatistics]":
     """Return the statistics of the chosen tensors; write them as a page too, if one is asked for."""
     from ckptkit.check.stats import tensor_statistics
     from ckptkit.check.stats_page import render_statistics

@@ -1,7 +1,6 @@
 """`ckptkit reshard`: rewrite a checkpoint for another layout."""
 
 import os
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from threefold.options import argument, option
 
 if TYPE_CHECKING:
     from ckptkit.format.root import Root
-    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.loading.chunk_source import RewriteSource
     from ckptkit.model.layout import ParallelLayout
     from ckptkit.rewrite.reshard import ReshardReport
 
@@ -80,7 +79,7 @@ def run(options: Options) -> int:
     """
     from ckptkit.format.address import open_target
     from ckptkit.model.layout import ParallelLayout
-    from ckptkit.rewrite.mapped_reader import MappedReader
+    from ckptkit.rewrite.mapped_source import MappedSource
     from ckptkit.rewrite.mapping import Mapper
     from ckptkit.rewrite.reshard import UPLOAD_MEMORY_BYTES, reshard
     from ckptkit.rewrite.shard import Shard
@@ -91,12 +90,13 @@ def run(options: Options) -> int:
     target, target_step = open_target(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
     made: list[dict[str, object]] = []
 
-    def act(reader: "CheckpointReader") -> None:
+    def act(source: "RewriteSource") -> None:
         if options.from_layout is not None:
-            check_source_layout(options.from_layout, reader.root.layout, reader.url)
-        warn_of_empty_stages(layout, reader.root)
-        mapper = None if options.map is None else Mapper(options.map, reader)
-        with nullcontext(reader) if mapper is None else MappedReader(reader, mapper) as read, shown_bytes() as progress:
+            check_source_layout(options.from_layout, source.root.layout, source.url)
+        warn_of_empty_stages(layout, source.root)
+        mapper = None if options.map is None else Mapper(options.map, source)
+        read = source if mapper is None else MappedSource(source, mapper)
+        with shown_bytes() as progress:
             done = reshard(
                 read, target, layout, step=target_step, shard=shard, progress=progress, dry_run=options.dry_run
             )
@@ -107,10 +107,10 @@ def run(options: Options) -> int:
             print_report(done, "" if options.all else share_of_run(options.source, "rewrites"))
 
     if options.all:
-        source = whole_run(options.source, "rewrites")
+        whole = whole_run(options.source, "rewrites")
         if target_step is not None:
             raise UserError(f"each step keeps its number: {options.target} names one step", hint=f"into {target.url}")
-        damaged = for_each_step(source, act)
+        damaged = for_each_step(whole, act)
     else:
         damaged = []
         with opened(options.source) as reader:

@@ -13,6 +13,7 @@ from threefold.options import argument, option
 
 if TYPE_CHECKING:
     from ckptkit.foreign.folder import ForeignFolder
+    from ckptkit.loading.chunk_source import RewriteSource
     from ckptkit.loading.reader import CheckpointReader
     from ckptkit.rewrite.folder_export import ExportReport
     from ckptkit.rewrite.reshard import ReshardReport
@@ -77,8 +78,8 @@ class ByMetric:
 
 
 @contextmanager
-def opened(url: str) -> "Iterator[CheckpointReader]":
-    """Yield a reader of the checkpoint that a URL means; where damage ends the block, a hint points to other steps."""
+def opened(url: str) -> "Iterator[RewriteSource]":
+    """Yield an open source of what a URL means; where damage ends the block, a hint points to other steps."""
     from ckptkit.foreign.hf_folder import open_source
     from ckptkit.foreign.kinds import meant
     from ckptkit.io.blocks import return_large_frees

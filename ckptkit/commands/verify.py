@@ -10,6 +10,7 @@ from threefold.options import option
 
 if TYPE_CHECKING:
     from ckptkit.check.verify import Verification
+    from ckptkit.loading.chunk_source import RewriteSource
     from ckptkit.loading.reader import CheckpointReader
 
 
@@ -48,12 +49,12 @@ def run(options: Options) -> int:
     """
     if options.all:
         return verify_all(options)
-    with opened(options.source) as reader:
-        result = verified(reader, options)
+    with opened(options.source) as source:
+        result = verified(source, options)
     if options.json:
-        print_json(as_json(result, reader.url))
+        print_json(as_json(result, source.url))
     else:
-        print_result(result, reader.url, share_of_run(options.source, "checks"))
+        print_result(result, source.url, share_of_run(options.source, "checks"))
     return EXIT_OK if result.ok else EXIT_CHECK_FAILED
 
 
@@ -78,15 +79,16 @@ def verify_all(options: Options) -> int:
     return EXIT_CHECK_FAILED if num_bad else EXIT_OK
 
 
-def verified(reader: "CheckpointReader", options: Options) -> "Verification":
+def verified(source: "RewriteSource", options: Options) -> "Verification":
     """Return what is wrong with one checkpoint; another program's, which has no checksums, is refused."""
     from ckptkit.check.verify import verify_checkpoint
+    from ckptkit.loading.reader import CheckpointReader
 
-    if not reader.root.parts:
-        text = f"{reader.url} has no checksums that could be compared"
+    if not isinstance(source, CheckpointReader):
+        text = f"{source.url} has no checksums that could be compared"
         raise UserError(text, hint="import it first: ckptkit import --help")
     read = 0.0 if options.manifest else options.sample or 1.0
-    return verify_checkpoint(reader, share=read, seed=options.seed)
+    return verify_checkpoint(source, share=read, seed=options.seed)
 
 
 def as_json(result: "Verification", url: str) -> dict[str, object]:

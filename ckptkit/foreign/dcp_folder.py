@@ -13,9 +13,10 @@ from types import MappingProxyType
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, read_metadata
 from ckptkit.foreign.dcp_safetensors import Part, read_folder, read_parts
 from ckptkit.foreign.folder import ForeignFolder
+from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.foreign.hf_contents import INDEX
 from ckptkit.foreign.restricted_pickle import MAX_BYTES
-from ckptkit.foreign.stored_reader import Found, StoredReader, table_of
+from ckptkit.foreign.stored_parts import Found, stored_source, table_of
 from ckptkit.foreign.torch_zip import read_tensor
 from ckptkit.format.dcp_state import METADATA, DcpState
 from ckptkit.format.root import Root
@@ -72,14 +73,14 @@ class DcpFolder(ForeignFolder):
             log(f"warning: {self.url} holds what is not read: {shown_names(others)}")
         return {name: found[name] for name in ends}
 
-    def open(self, step: int, exchange: object = None) -> StoredReader:
+    def open(self, step: int, exchange: object = None) -> FolderSource:
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
         contents, root, sizes = self.contents, self.root(step), self.sizes
         wanted = [(name, chunk) for name, tensor in contents.tensors.items() for chunk in tensor.chunks]
         self._parts = self._parts or self._of_safetensors()
         with ThreadPoolExecutor(NUM_THREADS) as pool:  # reads the ends of each chunk, where its description is
             found = list(pool.map(lambda each: self._found(*each), wanted))
-        return StoredReader(self.storage, root, self.url, sizes, found, contents.blobs)
+        return stored_source(self.storage, root, self.url, sizes, found, contents.blobs)
 
     def _found(self, name: str, chunk: DcpChunk) -> Found:
         """Return where a chunk's elements are; CheckFailed if the file does not hold what `.metadata` says."""

@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.foreign.pickle_writer import Call, Global, Made, Pairs, pickled
 from ckptkit.foreign.restricted_pickle import Name, Record, parsed
 from ckptkit.foreign.shown import said, shown
-from ckptkit.foreign.stored_reader import Place
+from ckptkit.foreign.stored_parts import Place
 from ckptkit.foreign.torch_zip import ITEMSIZES
 from ckptkit.format.dcp_state import Path, checked_path
 from threefold.errors import CheckFailed, UserError

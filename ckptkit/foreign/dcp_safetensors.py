@@ -13,7 +13,7 @@ from ckptkit.foreign.dcp_metadata import DcpChunk, DcpContents, DcpTensor, Ints
 from ckptkit.foreign.hf_contents import INDEX, WEIGHTS, read_places
 from ckptkit.foreign.safetensors_file import ForeignTensor, read_file
 from ckptkit.foreign.shown import said
-from ckptkit.foreign.stored_reader import Place
+from ckptkit.foreign.stored_parts import Place
 from ckptkit.foreign.torch_zip import StoredTensor
 from ckptkit.io.torch_tensors import NAMES
 from threefold.errors import CheckFailed

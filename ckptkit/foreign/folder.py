@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import ClassVar
 
-from ckptkit.foreign.folder_reader import FolderReader
+from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.format.root import Root
 from threefold.storage import Storage, open_storage
 
@@ -32,7 +32,7 @@ class ForeignFolder:
         """Return the storage of the folder, opened at first use."""
         return open_storage(self._place)
 
-    def open(self, step: int, exchange: object = None) -> FolderReader:
+    def open(self, step: int, exchange: object = None) -> FolderSource:
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
         raise NotImplementedError
 

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from functools import cached_property
 
 from ckptkit.foreign.folder import ForeignFolder
+from ckptkit.foreign.folder_source import FolderFiles, FolderSource
 from ckptkit.foreign.hf_contents import FILES, Contents, read_contents
-from ckptkit.foreign.hf_reader import HfReader
+from ckptkit.foreign.hf_parts import HfParts
 from ckptkit.foreign.model_table import Row
 from ckptkit.format.root import Root
 from ckptkit.model.layout import ParallelLayout
@@ -27,9 +28,11 @@ class HfFolder(ForeignFolder):
         """Return what the folder holds; CheckFailed or UserError if it is not whole or not of a known kind."""
         return read_contents(self.storage)
 
-    def open(self, step: int, exchange: object = None) -> HfReader:
+    def open(self, step: int, exchange: object = None) -> FolderSource:
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
-        return HfReader(self.storage, self.contents, self.root(step), self.url)
+        contents, root = self.contents, self.root(step)
+        files = FolderFiles(self.storage, {**contents.weights, **contents.files})
+        return FolderSource(root, self.url, files, HfParts(contents, root, files))
 
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""

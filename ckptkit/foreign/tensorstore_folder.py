@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.foreign.folder import NOTE, ForeignFolder
-from ckptkit.foreign.folder_reader import FolderReader
+from ckptkit.foreign.folder_source import FolderFiles, FolderSource
 from ckptkit.foreign.shown import said
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor, read_tensors
@@ -142,9 +142,10 @@ class TensorstoreFolder(ForeignFolder):
         """The files that are read."""
         return [info.key for info in self.storage.list()]
 
-    def open(self, step: int, exchange: object = None) -> "TensorstoreReader":
+    def open(self, step: int, exchange: object = None) -> FolderSource:
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
-        return TensorstoreReader(self, self.root(step), self.contents.arrays)
+        root, files = self.root(step), FolderFiles(self.storage, {})
+        return FolderSource(root, self.url, files, TensorstoreParts(root, self.url, files, self.contents.arrays))
 
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""
@@ -262,26 +263,22 @@ def _gaps(array: Any, box: Sequence[tuple[int, int]], steps: Sequence[int]) -> i
     )  # fmt: skip
 
 
-class TensorstoreReader(FolderReader):
-    """The tensors of a folder; use it in a `with`. Memory beside what is read into: ranges of rows of 64 MiB, twice."""
+class TensorstoreParts:
+    """The tensors of a folder, as FolderParts. Memory beside what is read into: ranges of rows of 64 MiB, twice.
 
-    def __init__(self, folder: TensorstoreFolder, root: Root, arrays: Mapping[str, Any]) -> None:
-        super().__init__(folder.storage, root, folder.url, {})
-        self._arrays = arrays
+    Of chunks that are compressed the bytes read are those of their elements.
+    """
+
+    def __init__(self, root: Root, url: str, files: FolderFiles, arrays: Mapping[str, Any]) -> None:
+        self._root, self._url, self._files, self._arrays = root, url, files, arrays
         self._rows: list[tuple[str, int, int]] = []
         self._kept: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
-        self._num_bytes = 0
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of elements read so far: what chunks that are compressed have on the disk is not counted."""
-        return self._num_bytes
 
     @cached_property
     def stored(self) -> StoredChunks:
         """All ranges of rows, each a part of its own."""
         chunks = []
-        for info in self.root.tensors.values():
+        for info in self._root.tensors.values():
             if info.placement.tied_to is not None:
                 continue
             for start, stop in self._ranges(info):
@@ -312,7 +309,7 @@ class TensorstoreReader(FolderReader):
             try:
                 values = np.ascontiguousarray((array[start:stop] if array.shape else array).read().result())
             except (OSError, ValueError) as error:
-                raise CheckFailed(f"{self.url}: {name} cannot be read: {error}") from None
+                raise CheckFailed(f"{self._url}: {name} cannot be read: {error}") from None
             self._kept = number, values.reshape(-1).view(np.uint8)
-            self._num_bytes += values.nbytes
+            self._files.other_bytes += values.nbytes
         return self._kept[1]

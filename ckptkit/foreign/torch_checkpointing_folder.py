@@ -15,8 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from ckptkit.foreign.folder import ForeignFolder
+from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.foreign.restricted_pickle import MAX_BYTES
-from ckptkit.foreign.stored_reader import Found, StoredReader, table_of
+from ckptkit.foreign.stored_parts import Found, stored_source, table_of
 from ckptkit.foreign.torch_archive import Local, dtype_of, read_archive
 from ckptkit.foreign.torch_checkpointing_metadata import FILE, Cut, Item, SavedItems, read_items
 from ckptkit.foreign.torch_zip import ITEMSIZES, StoredTensor
@@ -111,11 +112,11 @@ class TorchCheckpointingFolder(ForeignFolder):
         """The files that are read."""
         return self.contents.files
 
-    def open(self, step: int, exchange: object = None) -> StoredReader:
+    def open(self, step: int, exchange: object = None) -> FolderSource:
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
         contents = self.contents
         found = list(contents.boxes.values())
-        return StoredReader(self.storage, self.root(step), self.url, contents.files, found, contents.state)
+        return stored_source(self.storage, self.root(step), self.url, contents.files, found, contents.state)
 
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""

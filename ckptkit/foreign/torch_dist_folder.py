@@ -12,7 +12,7 @@ from ckptkit.foreign.dcp_folder import DcpFolder
 from ckptkit.foreign.dcp_metadata import FILE, DcpContents
 from ckptkit.foreign.hf_contents import FILES
 from ckptkit.foreign.shown import said, shown
-from ckptkit.foreign.stored_reader import Place
+from ckptkit.foreign.stored_parts import Place
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 

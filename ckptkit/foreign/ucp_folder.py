@@ -16,8 +16,9 @@ from functools import cached_property
 from typing import Any
 
 from ckptkit.foreign.folder import ForeignFolder
+from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.foreign.shown import said
-from ckptkit.foreign.stored_reader import Found, StoredReader, table_of
+from ckptkit.foreign.stored_parts import Found, stored_source, table_of
 from ckptkit.foreign.torch_archive import description, read_archive
 from ckptkit.foreign.torch_zip import Ints, StoredTensor
 from ckptkit.format.root import Root
@@ -133,10 +134,10 @@ class UcpFolder(ForeignFolder):
         """The files that are read."""
         return self.contents.sizes
 
-    def open(self, step: int, exchange: object = None) -> StoredReader:
+    def open(self, step: int, exchange: object = None) -> FolderSource:
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
         contents = self.contents
-        return StoredReader(self.storage, self.root(step), self.url, contents.sizes, contents.tensors, {})
+        return stored_source(self.storage, self.root(step), self.url, contents.sizes, contents.tensors, {})
 
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""

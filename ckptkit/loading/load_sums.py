@@ -10,8 +10,8 @@ import numpy as np
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import NOWHERE, SumPlaces
 from ckptkit.io.sums import ChunkSums
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.loading.exchange import Exchange, agreed
-from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.targets import Read
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.tensor import MAX_DIMS
@@ -84,10 +84,10 @@ class LoadSums:
         return sum(are_equal)
 
 
-def fetching(reader: CheckpointReader, sums: LoadSums | None) -> Read:
-    """Return what makes copies of a plan by a reader and adds them to sums, if there are any."""
+def fetching(source: ChunkSource, sums: LoadSums | None) -> Read:
+    """Return what makes copies of a plan out of a source and adds them to sums, if there are any."""
 
     def read(copies: LoadPlan, addresses: Ints, num_threads: int | None = None, /) -> None:
-        reader.fetch(copies, addresses, None if sums is None else sums.places(copies), num_threads)
+        source.fetch(copies, addresses, None if sums is None else sums.places(copies), num_threads)
 
     return read

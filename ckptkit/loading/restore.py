@@ -15,6 +15,7 @@ from ckptkit.format.address import open_address
 from ckptkit.format.root import Root
 from ckptkit.io.piece_memory import are_plain, memory_misfit, way_out
 from ckptkit.io.torch_tensors import held_by, is_writable
+from ckptkit.loading.chunk_source import ChunkSource, exchange_of, usual_threads
 from ckptkit.loading.exchange import Alone, Exchange, on_all
 from ckptkit.loading.load_sums import LoadSums, fetching
 from ckptkit.loading.reader import CheckpointReader
@@ -47,7 +48,7 @@ def restore(
 
 
 def restore_from(
-    reader: CheckpointReader, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None,
+    source: ChunkSource, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None,
     certify: bool = True,
 ) -> int:  # fmt: skip
     """Restore from an open checkpoint, whose `bytes_read` is then what this rank read.
@@ -55,42 +56,43 @@ def restore_from(
     With `certify` compare what the ranks of its exchange fill whole with the certificate of the save: return how many
     tensors are equal to what was saved, CheckFailed names those that are not.
     """
-    sums = fill_from(reader, pieces, reader.exchange if certify else None, tensors=tensors)
-    return 0 if sums is None else sums.check(reader.exchange, reader.url)
+    exchange = exchange_of(source)
+    sums = fill_from(source, pieces, exchange if certify else None, tensors=tensors)
+    return 0 if sums is None else sums.check(exchange, source.url)
 
 
 def fill_from(
-    reader: CheckpointReader, pieces: Sequence[Piece], holders: Exchange | None, *,
+    source: ChunkSource, pieces: Sequence[Piece], holders: Exchange | None, *,
     tensors: Sequence[TensorInfo] | None = None,
 ) -> LoadSums | None:  # fmt: skip
     """Restore from an open checkpoint, and return the sums of what was filled; None if it cannot be compared.
 
     `holders` are the ranks that are to compare what they fill together, None for no sums.
     """
-    exchange = reader.exchange
-    wanted, data = on_all(exchange, lambda: _wanted(reader, pieces, tensors))
-    can_compare = holders is not None and reader.can_sum and is_readable(reader.root.certificate)
-    sums = LoadSums(reader.root, wanted, is_alone=holders.size == 1) if can_compare and holders else None
-    with Targets(data, reader.num_threads) as targets:
-        plan = reader.plan(wanted)  # refuses what is stored never or twice
+    exchange = exchange_of(source)
+    wanted, data = on_all(exchange, lambda: _wanted(source, pieces, tensors))
+    can_compare = holders is not None and is_readable(source.root.certificate)
+    sums = LoadSums(source.root, wanted, is_alone=holders.size == 1) if can_compare and holders else None
+    with Targets(data, usual_threads()) as targets:
+        plan = source.plan(wanted)  # refuses what is stored never or twice
         if exchange.size > 1:
-            read_together(reader, plan, targets, exchange, sums)
+            read_together(source, plan, targets, exchange, sums)
         else:
-            targets.fill(plan, fetching(reader, sums))
+            targets.fill(plan, fetching(source, sums))
     return sums
 
 
 def _wanted(
-    reader: CheckpointReader, pieces: Sequence[Piece], tensors: Sequence[TensorInfo] | None
+    source: ChunkSource, pieces: Sequence[Piece], tensors: Sequence[TensorInfo] | None
 ) -> tuple[ChunkTable, list[Any]]:
     """Return the chunks that pieces want, but those without elements, and their memory."""
-    table = reader.root.tensors
+    table = source.root.tensors
     wanted = _fitting(table, pieces)
     if wanted is None or tensors is not None:
         faults = [f"{name}: {fault}" for name, fault in misfits(table, pieces, tensors).items()]
         if faults:
-            hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {quoted(reader.url)}")
-            raise UserError(f"{reader.url} does not fit what is restored from it:{listed(faults)}", hint=hint)
+            hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {quoted(source.url)}")
+            raise UserError(f"{source.url} does not fit what is restored from it:{listed(faults)}", hint=hint)
     if wanted is None:
         wanted = ChunkTable.of_pieces([_untied(piece, table) for piece in pieces], table.values())
     rows = np.flatnonzero(wanted.start < wanted.stop)

@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 
 from ckptkit.io.blocks import GRANULE_BYTES, Bytes, copy_many, place
+from ckptkit.loading.chunk_source import ChunkSource, reading_threads
 from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.load_sums import LoadSums, fetching
-from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.sharing import Line, Runs, begins, clipped, common, count, share_reads, window
 from ckptkit.loading.targets import Targets
 from ckptkit.model.chunk_table import Ints
@@ -24,17 +24,18 @@ ROUND_BYTES = 64 << 20
 
 
 def read_together(
-    reader: CheckpointReader, plan: LoadPlan, targets: Targets, exchange: Exchange, sums: LoadSums | None = None
+    source: ChunkSource, plan: LoadPlan, targets: Targets, exchange: Exchange, sums: LoadSums | None = None
 ) -> None:
     """Fill the targets of this rank's plan; every rank of the exchange calls this with a plan and targets of its own.
 
     What fills them is added to `sums`, if there are any. An error of any rank is raised on all of them.
     """
-    line = Line([part.data_bytes for part in reader.root.parts])
+    assert source.files is not None, "ranks read the files of a step together"
+    line = Line([part.data_bytes for part in source.root.parts])
     sent = agreed(exchange, lambda: line.granules(plan).astype("<i8").tobytes())
     wanted: list[Runs] = [np.frombuffer(runs, "<i8").astype(np.int64).reshape(-1, 2) for runs in sent]
-    alone, shared = share_reads(wanted, reader.readable(line))
-    reading = _Reading(reader, plan, targets, sums, exchange, line, wanted)
+    alone, shared = share_reads(wanted, source.files.places.readable(line))
+    reading = _Reading(source, plan, targets, sums, exchange, line, wanted)
     on_all(exchange, lambda: reading.read_alone(alone[exchange.rank]))
     width = max(ROUND_BYTES // exchange.size // GRANULE_BYTES, 1)  # granules
     starts = range(0, max(map(count, shared)), width)
@@ -45,10 +46,10 @@ class _Reading:
     """One rank's part in a read; `wanted` is what every rank wants."""
 
     def __init__(
-        self, reader: CheckpointReader, plan: LoadPlan, targets: Targets, sums: LoadSums | None, exchange: Exchange,
+        self, source: ChunkSource, plan: LoadPlan, targets: Targets, sums: LoadSums | None, exchange: Exchange,
         line: Line, wanted: list[Runs],
     ) -> None:  # fmt: skip
-        self._reader, self._plan, self._targets, self._sums = reader, plan, targets, sums
+        self._source, self._plan, self._targets, self._sums = source, plan, targets, sums
         self._exchange, self._line, self._wanted = exchange, line, wanted
         self._spans = line.spans(plan)
 
@@ -58,14 +59,14 @@ class _Reading:
         passed = begin - self._spans[row, 0]
         cut = self._plan.take(row)
         copies = replace(cut, source=cut.source + passed, target=cut.target + passed, size=end - begin)
-        self._targets.fill(copies, fetching(self._reader, self._sums))
+        self._targets.fill(copies, fetching(self._source, self._sums))
 
     def read_rounds(self, rounds: list[list[Runs]]) -> None:
         """Make rounds, each of a window for each rank; the next window is read beside the exchange of this one."""
         own = [windows[self._exchange.rank] for windows in rounds]
         most = max((count(runs) for runs in own), default=0) * GRANULE_BYTES
         buffers = [np.empty(most, np.uint8) for _ in rounds[:2]]  # nobody needs a round's once the next one begins
-        with reading_threads(1, self._reader) as pool:
+        with reading_threads(1, self._source) as pool:
             ahead = [pool.submit(self._read_window, runs, memory) for runs, memory in zip(own[:1], buffers)]
             for number, windows in enumerate(rounds):
                 memory = on_all(self._exchange, ahead.pop().result)
@@ -87,7 +88,7 @@ class _Reading:
     def _read_window(self, runs: Runs, memory: Bytes) -> Bytes:
         """Return the bytes of runs of granules, verified, at the begin of some memory."""
         reads, offset = self._line.reads(runs)
-        self._reader.fetch(reads, memory.ctypes.data + offset)
+        self._source.fetch(reads, memory.ctypes.data + offset)
         return memory[: int(reads.size.sum())]
 
     def _packed(self, memory: Bytes, held: Runs, wanted: Runs) -> Bytes:

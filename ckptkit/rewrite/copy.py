@@ -22,7 +22,8 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Columns
 from ckptkit.io.room import refuse_full
-from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.loading.chunk_source import reading_threads
+from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import stored_root
 from ckptkit.plan.certificate import is_readable
 from ckptkit.runs.temporaries import remove_unless_written, temporaries
@@ -71,7 +72,7 @@ def copy_step(
     """
     started = time.monotonic()
     step = source.root.step
-    [text, _], key = stored_root(source.storage, step), f"{step_folder(step)}/{ROOT_KEY}"
+    [text, _], key = stored_root(source.files.storage, step), f"{step_folder(step)}/{ROOT_KEY}"
     is_there = target.info(key) is not None
     if is_there and stored_root(target, step)[0] != text:
         raise UserError(
@@ -130,8 +131,8 @@ def _sizes(source: CheckpointReader, target: Storage, root_bytes: int) -> tuple[
     """Return the bytes to copy, and those of files that an earlier try left in their full size."""
     parts = [(part.data, part.data_bytes) for part in source.root.parts]
     parts += [(part.index, part.index_bytes) for part in source.root.parts]
-    there = {info.key: info.size_bytes for info in target.list(f"{source.folder}/")}
-    kept = sum(size for name, size in parts if there.get(f"{source.folder}/{name}") == size)
+    there = {info.key: info.size_bytes for info in target.list(f"{source.files.folder}/")}
+    kept = sum(size for name, size in parts if there.get(f"{source.files.folder}/{name}") == size)
     return sum(size for _, size in parts) + root_bytes - kept, kept
 
 
@@ -147,18 +148,18 @@ class _Copying:
     def copy_part(self, number: int) -> tuple[int, int]:
         """Copy a data file, then its index; return the bytes of both that were copied, and that were kept."""
         part = self._source.root.parts[number]
-        text = self._source.index_file(part)
+        text = self._source.files.index_file(part)
         index = PartIndex.from_bytes(text, f"{self._source.url}/{part.index}")
         self.is_summed &= index.sums is not None
-        keys = (f"{self._source.folder}/{part.data}", f"{self._source.folder}/{part.index}")
+        keys = (f"{self._source.files.folder}/{part.data}", f"{self._source.files.folder}/{part.index}")
         left = part.data_bytes
 
         def blocks() -> Iterator[Columns]:
             nonlocal left
-            with self._source.loss_as_damage(part.data, part.data_bytes, part):
-                reader = self._source.open_part(number, index.checksums)
+            with self._source.files.loss_as_damage(part.data, part.data_bytes, part):
+                reader = self._source.files.open_part(number, index.checksums)
             with closing(reader):
-                for rows in blocks_of(partial(self._source.read_part, number, reader), part.data_bytes):
+                for rows in blocks_of(partial(self._source.files.read_part, number, reader), part.data_bytes):
                     yield rows
                     left -= int(rows[0, 1])
                     self._advance(int(rows[0, 1]))

@@ -17,7 +17,7 @@ import numpy as np
 from ckptkit.check.slabs import fill
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
 from ckptkit.foreign.hf_contents import FILES
-from ckptkit.foreign.stored_reader import Place
+from ckptkit.foreign.stored_parts import Place
 from ckptkit.foreign.torch_dist_folder import COMMON, COMMON_STATE, CONFIG
 from ckptkit.foreign.torch_zip_writer import TensorZip
 from ckptkit.format.dcp_state import DcpState
@@ -25,7 +25,7 @@ from ckptkit.format.root import Root
 from ckptkit.format.state_tree import METADATA
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.torch_tensors import NAMES
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
 from ckptkit.rewrite.file_blocks import FileBlocks
 from ckptkit.rewrite.folder_claim import note_of
@@ -79,7 +79,7 @@ class DcpFile:
 
 
 def export_dcp(
-    source: CheckpointReader,
+    source: ChunkSource,
     target: Storage,
     *,
     kind: Literal["dcp", "torch_dist"] = "dcp",
@@ -111,7 +111,7 @@ def export_dcp(
     return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
-def _files_beside(source: CheckpointReader) -> dict[str, bytes]:
+def _files_beside(source: ChunkSource) -> dict[str, bytes]:
     """Return the files of a step that was imported from torch_dist; UserError if it was not."""
     found = {}
     for name in (COMMON, CONFIG):  # the latter says that a folder is complete
@@ -212,7 +212,7 @@ def _head(file: DcpFile) -> bytes:
 class _Blocks(FileBlocks):
     """The blocks of one file."""
 
-    def __init__(self, source: CheckpointReader, file: DcpFile, sums: SourceSums) -> None:
+    def __init__(self, source: ChunkSource, file: DcpFile, sums: SourceSums) -> None:
         super().__init__(file.size_bytes, BLOCK_BYTES)
         self._source, self._file, self._sums = source, file, sums
         self._starts = [item.offset for item in file.items]

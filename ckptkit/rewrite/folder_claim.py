@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.foreign.folder import NOTE
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.runs.temporaries import Temporary, remove_unless_written
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, written_name
@@ -27,7 +27,7 @@ from threefold.storage.second_look import read_checked
 BY = "by"  # in a note: the machine, process and call that wrote it
 
 
-def note_of(source: CheckpointReader, sizes: Mapping[str, int], **options: Any) -> bytes:
+def note_of(source: ChunkSource, sizes: Mapping[str, int], **options: Any) -> bytes:
     """Return what a note says: the source, the files, and how they are made."""
     digest = hashlib.sha256(source.root.to_bytes()).hexdigest()
     return json.dumps({"root": digest, "files": dict(sizes), **options}).encode()

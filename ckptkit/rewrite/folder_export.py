@@ -12,7 +12,7 @@ from functools import partial
 from ckptkit.check.verify import check_files
 from ckptkit.io.data_files import write_blocks
 from ckptkit.io.room import refuse_full
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.rewrite.file_blocks import FileBlocks
 from ckptkit.rewrite.folder_claim import FolderClaim
 from ckptkit.rewrite.source_sums import SourceSums
@@ -55,7 +55,7 @@ class FolderPlan:
 
 
 def write_folder(
-    source: CheckpointReader, target: Storage, plan: FolderPlan, sums: SourceSums, *,
+    source: ChunkSource, target: Storage, plan: FolderPlan, sums: SourceSums, *,
     progress: Progress, dry_run: bool, started_s: float,
 ) -> ExportReport:  # fmt: skip
     """Write what is not there yet into a folder that holds nothing else; `sums` are those of what the blocks read.

@@ -12,7 +12,7 @@ import numpy as np
 from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
 from ckptkit.io.blocks import Bytes
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.rewrite.file_blocks import FileBlocks
 from ckptkit.rewrite.folder_claim import note_of
@@ -27,7 +27,7 @@ ROUNDED_AT_ONCE = 1 << 20  # elements
 
 
 def export_folder(
-    source: CheckpointReader,
+    source: ChunkSource,
     target: Storage,
     *,
     like: Storage | None = None,
@@ -60,7 +60,7 @@ def export_folder(
 class _Blocks(FileBlocks):
     """The blocks of one shard."""
 
-    def __init__(self, source: CheckpointReader, shard: Shard, sums: SourceSums) -> None:
+    def __init__(self, source: ChunkSource, shard: Shard, sums: SourceSums) -> None:
         super().__init__(shard.size_bytes, BLOCK_BYTES)
         self._source, self._shard, self._sums = source, shard, sums
         self._starts = [len(shard.header)]

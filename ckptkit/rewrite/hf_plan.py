@@ -16,7 +16,7 @@ from ckptkit.foreign.hf_contents import CONFIG, FILES, carried, model_of, read_j
 from ckptkit.foreign.model_table import ModelTable, Row
 from ckptkit.foreign.safetensors_folder import INDEX_SUFFIX, METADATA, SUFFIX
 from ckptkit.format.root import Root
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from threefold.errors import UserError, listed
 from threefold.storage import Storage
@@ -92,7 +92,7 @@ class Export:
         return sizes | {name: len(data) for name, data in self.small.items()}
 
 
-def export_of(source: CheckpointReader, like: Storage | None, max_shard_bytes: int, dtype: str | None) -> Export:
+def export_of(source: ChunkSource, like: Storage | None, max_shard_bytes: int, dtype: str | None) -> Export:
     """Return what a step is as a folder, in its own dtype or another.
 
     UserError if it is of no known family, or if `like` is of another model.
@@ -246,7 +246,7 @@ def _shard(name: str, tensors: Sequence[Outgoing]) -> Shard:
     return Shard(name, struct.pack("<Q", len(text)) + text, ordered)
 
 
-def _files(source: CheckpointReader, like: Storage | None) -> dict[str, bytes]:
+def _files(source: ChunkSource, like: Storage | None) -> dict[str, bytes]:
     if like is not None:
         read_json(like, CONFIG)
         return {name: like.read(name) for name in carried(like)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptkit.format.root import Root
 from ckptkit.format.state_tree import METADATA, STATE_NAME
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.loading.trees import is_tree, read_trees
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.rewrite.map_rules import LAYER, Grow, read_rules
@@ -52,7 +52,7 @@ class MapReport:
 class Mapper:
     """Rules put to the root of a checkpoint; what is wrong is collected, and raised at the end."""
 
-    def __init__(self, path: str, source: CheckpointReader) -> None:
+    def __init__(self, path: str, source: ChunkSource) -> None:
         self._path, self._root, self._url = path, source.root, source.url
         self._trees = read_trees(source) if METADATA in source.root.metadata else {}
         self.rules, metadata = read_rules(path)

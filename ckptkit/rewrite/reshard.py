@@ -19,7 +19,7 @@ from ckptkit.format.part_copy import is_whole
 from ckptkit.format.root import Root, attempt_of_head
 from ckptkit.io.room import refuse_full
 from ckptkit.io.striping import Striper
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import RewriteSource, usual_threads
 from ckptkit.loading.roots import at_once, committed_attempt, read_root, root_info, root_key
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition
@@ -73,7 +73,7 @@ class ReshardReport:
 
 
 def reshard(
-    source: CheckpointReader,
+    source: RewriteSource,
     storage: Storage,
     layout: ParallelLayout,
     *,
@@ -103,7 +103,7 @@ def reshard(
 
 
 def _reshard(
-    source: CheckpointReader, storage: Storage, wanted: Root, shard: Shard, slab_bytes: int,
+    source: RewriteSource, storage: Storage, wanted: Root, shard: Shard, slab_bytes: int,
     progress: Callable[[int, int], None], *, started: float, dry_run: bool,
 ) -> ReshardReport:  # fmt: skip
     """Do or plan what `reshard` was called for, its claim held."""
@@ -186,7 +186,7 @@ class _Rewriting:
     """One shard's files of a reshard: those that are there, `kept`, and those that are `left` to write."""
 
     def __init__(
-        self, source: CheckpointReader, storage: Storage, wanted: Root, targets: Sequence[TargetFile], shard: Shard
+        self, source: RewriteSource, storage: Storage, wanted: Root, targets: Sequence[TargetFile], shard: Shard
     ) -> None:
         self._source, self._storage, self._wanted, self._targets = source, storage, wanted, targets
         self._folder = step_folder(wanted.step)
@@ -209,7 +209,7 @@ class _Rewriting:
             is_kept = [self._is_there(target, sizes) for target in self.own]
         else:
             _remove_hidden(self._storage, self._wanted, own, is_alone=self._is_alone)
-            with ThreadPoolExecutor(self._source.num_threads) as pool:
+            with ThreadPoolExecutor(usual_threads()) as pool:
                 is_kept = list(pool.map(lambda target: self._is_right(target, sizes), self.own))
         for target, is_there in zip(self.own, is_kept, strict=True):
             (self.kept if is_there else self.left).append(target)
@@ -227,7 +227,7 @@ class _Rewriting:
         On a failure remove what was written, but where other processes may share the files: those of shards, and of the
         same call on an object store. A step that one of them committed meanwhile is as good.
         """
-        writer = FileWriter(self._storage, self._folder, self._source.num_threads)
+        writer = FileWriter(self._storage, self._folder, usual_threads())
         try:
             if self.left:
                 self._write(writer, batches, progress)

@@ -18,7 +18,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part
 from ckptkit.io.blocks import GRANULE_BYTES, Bytes, Columns, xxh3_64
 from ckptkit.io.data_files import DataWriter, open_writer
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import RewriteSource
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns, ramps
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition
@@ -91,7 +91,7 @@ def sealed_part(storage: Storage, folder: str, target: TargetFile, sizes: Mappin
 class Loader:
     """Reads batches of slabs into areas, one an affected target file. Two arenas alternate."""
 
-    def __init__(self, source: CheckpointReader, targets: list[TargetFile]) -> None:
+    def __init__(self, source: RewriteSource, targets: list[TargetFile]) -> None:
         self._source = source
         self._targets = targets
         columns = source.stored.chunks.tensors

@@ -18,7 +18,7 @@ from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import tensor_lines
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.torch_tensors import NAMES
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
 from ckptkit.plan.certificate import is_readable
 from ckptkit.rewrite.file_blocks import FileBlocks
@@ -43,7 +43,7 @@ class Chunk:
 
 
 def export_tensorstore(
-    source: CheckpointReader,
+    source: ChunkSource,
     target: Storage,
     *,
     progress: Progress = lambda done, total: None,
@@ -135,7 +135,7 @@ def _check(names: list[str], url: str) -> None:
 class _Blocks(FileBlocks):
     """The blocks of one chunk."""
 
-    def __init__(self, source: CheckpointReader, chunk: Chunk, sums: SourceSums) -> None:
+    def __init__(self, source: ChunkSource, chunk: Chunk, sums: SourceSums) -> None:
         super().__init__(chunk.size_bytes, BLOCK_BYTES)
         self._source, self._chunk, self._sums = source, chunk, sums
 

@@ -14,7 +14,8 @@ from ckptkit.format.keys import writer_of
 from ckptkit.format.root import Root
 from ckptkit.format.saved import Saved
 from ckptkit.format.state_tree import METADATA as STATE
-from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.loading.chunk_source import reading_threads
+from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import at_once, read_root, root_info
 from ckptkit.plan.cover import Cover
 from ckptkit.runs.catalogue import ListedStep
@@ -146,7 +147,7 @@ def what_is_wrong(storage: Storage, step: int, info: ObjectInfo | None, *, aside
     try:
         root = Root.from_bytes(aside, f"step {step}") if aside else read_root(storage, step, info=info)
         with CheckpointReader(storage, step, root=root) as reader:
-            if faults := [f"{key} {fault}" for key, fault in reader.size_faults().items()]:
+            if faults := [f"{key} {fault}" for key, fault in reader.files.size_faults().items()]:
                 return faults[0] + (f", and {len(faults) - 1} more files" if faults[1:] else "")
             _check_cover(reader)
     except StorageError:
@@ -160,6 +161,8 @@ def _check_cover(reader: CheckpointReader) -> None:
     root = reader.root
     cover = Cover(list(root.tensors.values()), is_share=root.share is not None)
     with reading_threads(reader.num_threads, reader) as pool:
-        for _ in pool.map(lambda part: cover.add(reader.read_index(part), f"{reader.url}/{part.index}"), root.parts):
+        for _ in pool.map(
+            lambda part: cover.add(reader.files.read_index(part), f"{reader.url}/{part.index}"), root.parts
+        ):
             pass
-    cover.check(reader.url, lambda: ((writer_of(part.index), reader.read_index(part)) for part in root.parts))
+    cover.check(reader.url, lambda: ((writer_of(part.index), reader.files.read_index(part)) for part in root.parts))

@@ -17,8 +17,9 @@ from ckptkit.format.keys import named_writers, step_folder
 from ckptkit.format.root import Part, Root, Share
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.loading.exchange import Exchange, agreed, on_all
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.tiers.node_files import NodeFiles, Source, vouch
 from ckptkit.tiers.node_places import NodePlaces
-from ckptkit.tiers.node_reader import NodeReader, Source
 from ckptkit.tiers.tier import Node
 from threefold.cli import log
 from threefold.errors import CheckFailed
@@ -76,19 +77,20 @@ class NodeSteps:
         """Yield the steps that are whole, newest first."""
         return (step for step in self.candidates(wanted) if put_together(self._look(step))[0])
 
-    def read(self, step: int, work: Callable[[NodeReader], T]) -> T:
+    def read(self, step: int, work: Callable[[CheckpointReader], T]) -> T:
         """Return what `work` does with a step; a file that it finds damaged is read from the next place that has it.
 
         CheckFailed if the step is not whole, or damaged wherever it is.
         """
         lost: set[Copy] = set()
         while True:
-            with self._open(step, lost) as reader:
+            files = self._located(step, lost)
+            with files.open() as reader:
                 try:
-                    reader.vouch()
+                    vouch(reader)
                     return work(reader)
                 except CheckFailed as damage:
-                    if not self._has_other_copies(reader, lost):
+                    if not self._has_other_copies(files, lost):
                         raise
                     self._say(f"{' '.join(damage.message.split())}; another copy of it is read")
 
@@ -118,11 +120,11 @@ class NodeSteps:
         if self._exchange.rank == 0:
             log(text)
 
-    def _has_other_copies(self, reader: NodeReader, lost: set[Copy]) -> bool:
-        """Add what a reader found damaged on any rank to what is lost; return whether all of it is elsewhere too."""
-        heard = agreed(self._exchange, lambda: json.dumps(sorted(reader.damaged)).encode())
+    def _has_other_copies(self, files: NodeFiles, lost: set[Copy]) -> bool:
+        """Add what was found damaged on any rank to what is lost; return whether all of it is elsewhere too."""
+        heard = agreed(self._exchange, lambda: json.dumps(sorted(files.damaged)).encode())
         damaged = {number for each in heard for number in json.loads(each)}
-        lost |= {(number, reader.sources[number].node, reader.sources[number].place) for number in damaged}
+        lost |= {(number, files.sources[number].node, files.sources[number].place) for number in damaged}
         return bool(damaged) and all(
             any((number, each.node, each.place) not in lost for each in self._holders[number]) for number in damaged
         )
@@ -155,8 +157,8 @@ class NodeSteps:
                 rows.append(Held(self._own, place, root.attempt, share.first, share.count, share.of, digest))
         return json.dumps([astuple(row) for row in rows]).encode()
 
-    def _open(self, step: int, lost: set[Copy]) -> NodeReader:
-        """Open a step without those copies of its files that are lost."""
+    def _located(self, step: int, lost: set[Copy]) -> NodeFiles:
+        """Return where the files of a step are, without those copies that are lost."""
         shares, why = put_together(self._look(step))
         if why:
             raise CheckFailed(f"step {step} of {self.url} is not whole: {why}", hint=HINT)
@@ -178,7 +180,7 @@ class NodeSteps:
             next(self._source(each) for each in holders if (number, each.node, each.place) not in lost)
             for number, holders in enumerate(self._holders)
         ]
-        return NodeReader(self.url, root, sources, self.places.runs, self._exchange)
+        return NodeFiles(self.url, root, sources, self.places.runs, self._exchange)
 
     def _source(self, held: Held) -> Source:
         node = self._nodes[held.node]

@@ -28,7 +28,7 @@ def fill_state(
     on_all(exchange, match.finish)
     if report.ranks_without_rng and exchange.rank == 0:
         numbers = ", ".join(map(str, report.ranks_without_rng))
-        step, run = reader.root.step, reader.storage.url
+        step, run = reader.root.step, reader.files.storage.url
         log(f"warning: ranks {numbers} have no random state in step {step} of {run} and keep their own: "
             f"{saved.world_size} ranks saved it")  # fmt: skip
     return replace(report, num_certified=num_certified)

@@ -106,7 +106,7 @@ with run.open(100) as reader:
 from ckptkit import PartIndex
 
 with run.open(100) as reader:
-    index: PartIndex = reader.read_index(reader.root.parts[0])
+    index: PartIndex = reader.files.read_index(reader.root.parts[0])
     print(index.offsets, index.chunks.names)  # where in the file each chunk begins
 
 # %% ChunkTable

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ckptkit import Exchange, HfFolder, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
+from ckptkit import Alone, Exchange, HfFolder, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
 from threefold.errors import UserError, listed, quoted
 from trainer.checkpoint.mapping import FILES, MASTER, READ_DTYPES, restored_pieces, tensor_table
 from trainer.config import Config
@@ -51,7 +51,7 @@ def restore_step(engine: Engine, run: Run | HfFolder, step: int, exchange: Excha
     engine.store.join_masters()  # where no piece is, as in vocabulary padding, they stay as they are
     with run.open(step, exchange) as reader:
         root = reader.root
-        on_all(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
+        on_all(exchange or Alone(), lambda: refuse_another_model(engine, root, reader.url))
         is_whole = engine.with_optimizer and has_optimizer(root)
         pieces = restored_pieces(engine.store, root.tensors, with_moments=is_whole)
         tensors = expected_tensors(engine, root, with_moments=is_whole)

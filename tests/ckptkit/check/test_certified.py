@@ -180,7 +180,7 @@ def test_a_file_of_an_earlier_try_is_kept_only_with_the_values_that_were_saved(t
     key = f"{step_folder(3)}/{part.data}"
     for is_sound in (True, False):
         with CheckpointReader(storage, 3) as reader:
-            assert is_whole(storage, key, reader.read_index(part)) is is_sound
+            assert is_whole(storage, key, reader.files.read_index(part)) is is_sound
         forge(storage, 3, with_sums=False)
         part = root_of(storage).parts[0]
 

@@ -15,6 +15,7 @@ from ckptkit.format.keys import ROOT_KEY
 from ckptkit.format.root import Part, Root, Share
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, xxh3_64
 from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.step_files import StepFiles
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.cover import MAX_SEARCHED
 from tests.ckptkit.support.checkpoints import write_checkpoint
@@ -229,7 +230,7 @@ def test_a_lost_file_is_told_with_the_tensors_that_it_holds_and_no_others(tmp_pa
     root = make(tmp_path, max_chunks=9)
     part = root.parts[1]
     with CheckpointReader(open_storage(tmp_path), 9) as reader:
-        chunks = reader.read_index(part).chunks
+        chunks = reader.files.read_index(part).chunks
         held = {chunks.names[tensor] for tensor in chunks.tensor.tolist()}
         assert 0 < len(held) <= 9 < len(chunks.names), "a writer's indexes list the tensors of all its files"
         (tmp_path / "step-000000009" / part.data).unlink()
@@ -256,7 +257,7 @@ def test_a_part_that_cannot_be_read_is_not_damage(tmp_path: Path, monkeypatch: p
 
     make(tmp_path)
     with CheckpointReader(open_storage(tmp_path), 9) as reader:
-        monkeypatch.setattr(CheckpointReader, call, away)
+        monkeypatch.setattr(StepFiles, call, away)
         with pytest.raises(StorageError, match="no answer"):
             verify_checkpoint(reader, share=1)
 
@@ -314,7 +315,7 @@ def test_a_header_that_its_index_does_not_describe_is_found(tmp_path: Path) -> N
     data[at : at + 5] = b"tebed"
     (folder / part.data).write_bytes(data)
     with CheckpointReader(open_storage(tmp_path), 9) as reader:
-        old = reader.read_index(reader.root.parts[0])
+        old = reader.files.read_index(reader.root.parts[0])
     index = type(old)(old.chunks, old.data_offset, old.size_bytes, checksums(bytes(data))).to_bytes()
     (folder / part.index).write_bytes(index)
     parts = (Part(part.data, part.data_bytes, part.index, len(index), xxh3_64(index)), *root.parts[1:])

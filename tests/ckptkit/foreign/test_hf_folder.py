@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.foreign.hf_folder import HfFolder
-from ckptkit.foreign.hf_reader import HfReader
 from ckptkit.foreign.model_table import BEYOND_KEYS, ModelTable
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
@@ -19,7 +19,7 @@ from tests.ckptkit.support.hf_folders import EXPERTS, HIDDEN, write_folder
 from threefold.errors import CheckFailed, UserError
 
 
-def read(reader: HfReader, name: str, box: Box) -> np.ndarray:
+def read(reader: FolderSource, name: str, box: Box) -> np.ndarray:
     """A box of a tensor of fp32."""
     info, data = reader.root.tensors[name], np.empty(box.shape, np.float32)
     reader.read(ChunkTable.of([(info, box, 0, box.numel)]), [data.ctypes.data])

@@ -15,7 +15,8 @@ from ckptkit.check.verify import verify_checkpoint
 from ckptkit.format.keys import ROOT_KEY
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, DamagedGranule, checksums, num_granules
 from ckptkit.io.remote_reader import RemoteReader
-from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.loading.chunk_source import reading_threads
+from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
 from tests.ckptkit.support.checkpoints import cut, write_checkpoint
@@ -97,8 +98,8 @@ def test_any_chunks_from_any_storage(kind: str, tmp_path: Path, request: pytest.
 def test_damage_names_file_offset_and_tensor(tmp_path: Path, kind: type[LocalStorage]) -> None:
     make_checkpoint(LocalStorage(tmp_path))
     with CheckpointReader(kind(tmp_path), 9) as reader:
-        part, index = reader.root.parts[1], reader.read_index(reader.root.parts[1])
-        path = tmp_path / reader.folder / part.data
+        part, index = reader.root.parts[1], reader.files.read_index(reader.root.parts[1])
+        path = tmp_path / reader.files.folder / part.data
         content = bytearray(path.read_bytes())
         at = int(index.offsets[3]) + 1
         content[at] ^= 0x10
@@ -120,7 +121,7 @@ def test_a_missing_data_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     make_checkpoint(LocalStorage(tmp_path))
     for kind in (LocalStorage, FarStorage):
         with CheckpointReader(kind(tmp_path), 9) as reader:
-            (tmp_path / reader.folder / reader.root.parts[0].data).unlink(missing_ok=True)
+            (tmp_path / reader.files.folder / reader.root.parts[0].data).unlink(missing_ok=True)
             info = reader.root.tensors["embed.weight"]
             chunk = rank_chunks([info], LAYERS, ParallelLayout(), ParallelLayout().coords(0))
             target = np.zeros(info.numel, np.float32)
@@ -131,7 +132,7 @@ def test_a_missing_data_file_is_an_error_with_its_name(tmp_path: Path) -> None:
 def test_a_damaged_index_is_found_before_any_data_is_read(tmp_path: Path) -> None:
     make_checkpoint(LocalStorage(tmp_path))
     with CheckpointReader(LocalStorage(tmp_path), 9) as reader:
-        path = tmp_path / reader.folder / reader.root.parts[2].index
+        path = tmp_path / reader.files.folder / reader.root.parts[2].index
         content = bytearray(path.read_bytes())
         content[100] ^= 1
         path.write_bytes(content)
@@ -191,10 +192,10 @@ def test_ctrl_c_does_not_wait_for_what_other_threads_would_still_read(tmp_path: 
     begun = Event()
 
     def read_on(reader: CheckpointReader) -> None:
-        source, memory = reader.open_part(0, None), np.empty(64, np.uint8)
+        source, memory = reader.files.open_part(0, None), np.empty(64, np.uint8)
         with closing(source):
             for _ in range(20_000):
-                reader.read_part(0, source, [(0, 64, memory.ctypes.data)])
+                reader.files.read_part(0, source, [(0, 64, memory.ctypes.data)])
                 begun.set()
 
     with CheckpointReader(open_storage(tmp_path), 1) as reader:

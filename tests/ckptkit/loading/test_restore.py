@@ -129,7 +129,7 @@ def test_a_flipped_byte_is_found_with_file_offset_and_tensor(
     key = "step-000000001/a-0001/part-00000.safetensors"
     content = bytearray(storage.read(key))
     with CheckpointReader(storage, 1) as reader:
-        index = reader.read_index(reader.root.parts[0])
+        index = reader.files.read_index(reader.root.parts[0])
         row = index.chunks.names.index("layers.1.mlp.up.weight")
         at = int(index.offsets[np.flatnonzero(index.chunks.tensor == row)[0]]) + 5
     assert at > GRANULE_BYTES

@@ -21,7 +21,7 @@ from ckptkit.loading.roots import read_root
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
-from ckptkit.rewrite.mapped_reader import MappedReader
+from ckptkit.rewrite.mapped_source import MappedSource
 from ckptkit.rewrite.mapping import Mapper
 from ckptkit.rewrite.name_pattern import NamePattern
 from ckptkit.rewrite.reshard import ReshardReport, reshard
@@ -58,7 +58,7 @@ def mapped(
 ) -> ReshardReport:  # fmt: skip
     path = folder / "map.toml"
     path.write_text(rules)
-    with CheckpointReader(source, STEP) as inner, MappedReader(inner, Mapper(str(path), inner)) as read:
+    with CheckpointReader(source, STEP) as inner, MappedSource(inner, Mapper(str(path), inner)) as read:
         return reshard(read, target, layout or ParallelLayout(tp=2, dp=2), shard=shard or Shard())
 
 
@@ -310,7 +310,7 @@ def test_a_hugging_face_folder_is_mapped_as_a_run_is(tmp_path: Path) -> None:
     path.write_text("[layers]\norder = [1, 0]\n[[grow]]\ntensors = 'embed.weight'\nrows = 999\nfill = 'mean'\n")
     with HfFolder(f"hf:{tmp_path}/model").open(STEP) as inner:
         target, infos = open_storage(tmp_path / "target"), inner.root.tensors
-        with MappedReader(inner, Mapper(str(path), inner)) as read:
+        with MappedSource(inner, Mapper(str(path), inner)) as read:
             reshard(read, target, ParallelLayout())
         name = "layers.{}.attn.q.weight"
         [data] = fill(inner, [(infos[name.format(1)], 0, infos[name.format(1)].numel)], np.empty(1 << 20, np.uint8))

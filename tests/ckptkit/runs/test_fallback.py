@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.step_files import StepFiles
 from ckptkit.runs.fallback import Candidate, first_sound, restore_newest
 from ckptkit.runs.run import Run
 from tests.ckptkit.support.model_tables import gpt_tensors, values
@@ -158,7 +158,7 @@ def test_a_storage_that_is_away_is_no_damage(run: Path, monkeypatch: pytest.Monk
     def away(*_: object, **__: object) -> None:
         raise StorageError("no answer from the server")
 
-    monkeypatch.setattr(CheckpointReader, "open_part", away)
+    monkeypatch.setattr(StepFiles, "open_part", away)
     with pytest.raises(StorageError, match="no answer"):
         restore_newest(str(run), pieces_of(SMALL, ONE, 0), report=lambda line: pytest.fail(line))
     assert open_storage(run).info("step-000000003/root.json") is not None

@@ -18,7 +18,7 @@ def forge(storage: Storage, step: int, *, with_sums: bool, tensor: str | None = 
     """
     root, folder = read_root(storage, step), step_folder(step)
     with CheckpointReader(storage, step) as reader:
-        found = [(part, reader.read_index(part)) for part in root.parts]
+        found = [(part, reader.files.read_index(part)) for part in root.parts]
     part, index = next(each for each in found if tensor is None or tensor in each[1].chunks.names)
     data, at = bytearray(storage.read(f"{folder}/{part.data}")), -1
     if tensor is not None:

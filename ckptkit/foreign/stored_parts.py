@@ -1,4 +1,4 @@
-"""StoredReader: a folder whose files torch wrote, open for planned reads: tensors where zips have them, raw bytes.
+"""StoredParts: where a folder whose files torch wrote has its tensors and raw bytes.
 
 What the files hold with its elements in another order is read whole and turned in memory.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.foreign.folder_reader import FolderReader
+from ckptkit.foreign.folder_source import FolderFiles, FolderSource
 from ckptkit.foreign.torch_zip import ITEMSIZES, Ints, StoredTensor
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
@@ -67,15 +67,23 @@ def table_of(url: str, tensors: Mapping[str, tuple[str, Ints]], raw: Mapping[str
 FIRST = Placement("first")
 
 
-class StoredReader(FolderReader):
-    """The tensors of a folder; use it in a `with`. Memory beside what is read into: the largest turned chunk twice."""
+def stored_source(
+    storage: Storage, root: Root, url: str, sizes: Mapping[str, int], found: Sequence[Found],
+    raw: Mapping[str, Place | bytes],
+) -> FolderSource:  # fmt: skip
+    """Return a folder open for planned reads; CheckFailed if it does not hold each element of its tensors once."""
+    files = FolderFiles(storage, sizes)
+    return FolderSource(root, url, files, StoredParts(root, url, files, found, raw))
+
+
+class StoredParts:
+    """The tensors of a folder, as FolderParts. Memory beside what is read into: the largest turned chunk twice."""
 
     def __init__(
-        self, storage: Storage, root: Root, url: str, sizes: Mapping[str, int], found: Sequence[Found],
-        raw: Mapping[str, Place | bytes],
-    ) -> None:  # fmt: skip
+        self, root: Root, url: str, files: FolderFiles, found: Sequence[Found], raw: Mapping[str, Place | bytes]
+    ) -> None:
         """Take what was found; CheckFailed if it does not hold each element of the root's tensors once."""
-        super().__init__(storage, root, url, sizes)
+        self._root, self._files = root, files
         self._behind: list[tuple[str, StoredTensor] | bytes] = []  # each part behind the files: turned, or made
         self._kept: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
         self.stored = self._stored(found, raw)
@@ -86,9 +94,9 @@ class StoredReader(FolderReader):
 
     def _stored(self, found: Sequence[Found], raw: Mapping[str, Place | bytes]) -> StoredChunks:
         """Return all chunks: the part and the place of each."""
-        chunks, parts, offsets, numbers = [], [], [], {name: number for number, name in enumerate(self._names)}
+        chunks, parts, offsets, numbers = [], [], [], self._files.numbers
         for each in found:
-            info, shape, offset = self.root.tensors[each.name], each.box.shape, each.box.offset
+            info, shape, offset = self._root.tensors[each.name], each.box.shape, each.box.offset
             if len(info.shape) > len(shape):
                 shape, offset = (*shape, info.shape[-1]), (*offset, 0)
             box = Box(offset, shape)
@@ -97,7 +105,7 @@ class StoredReader(FolderReader):
             parts.append(numbers[each.file] if is_plain else self._after((each.file, each.place)))
             offsets.append(each.place.offset if is_plain else 0)
         for name, place in raw.items():
-            info = self.root.tensors[name]
+            info = self._root.tensors[name]
             chunks.append((info, Box((0,), info.shape), 0, info.numel))
             parts.append(self._after(place) if isinstance(place, bytes) else numbers[place.file])
             offsets.append(0 if isinstance(place, bytes) else place.offset)
@@ -107,7 +115,7 @@ class StoredReader(FolderReader):
 
     def _after(self, part: tuple[str, StoredTensor] | bytes) -> int:
         self._behind.append(part)
-        return len(self._names) + len(self._behind) - 1
+        return len(self._files.names) + len(self._behind) - 1
 
     def ordered(self, number: int) -> Bytes:
         """Return the bytes of a chunk whose elements are stored in another order, or that no file has."""
@@ -118,7 +126,7 @@ class StoredReader(FolderReader):
             file, place = part
             size = ITEMSIZES[place.dtype]
             raw = np.empty(place.end - place.offset, np.uint8)
-            self._reader(file).read([(place.offset, len(raw), raw.ctypes.data)], num_threads=self.num_threads)
+            self._files.read(file, [(place.offset, len(raw), raw.ctypes.data)])
             strides = [step * size for step in place.stride]
             elements = raw[: len(raw) // size * size].view(f"V{size}")
             there = np.lib.stride_tricks.as_strided(elements, place.shape, strides, writeable=False)

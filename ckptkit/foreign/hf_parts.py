@@ -1,11 +1,11 @@
-"""HfReader: a model folder open for planned reads. What it holds with its dims in the other order is turned."""
+"""HfParts: where a model folder has the tensors of a run. What has its dims in the other order is turned in memory."""
 
 import math
 from functools import cached_property
 
 import numpy as np
 
-from ckptkit.foreign.folder_reader import FolderReader
+from ckptkit.foreign.folder_source import FolderFiles
 from ckptkit.foreign.hf_contents import FILES, Contents
 from ckptkit.foreign.model_table import Row
 from ckptkit.format.root import Root
@@ -14,18 +14,16 @@ from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.plan.stored import StoredChunks
-from threefold.storage import Storage
 
 
-class HfReader(FolderReader):
-    """The tensors of a folder under the names of a run; use it in a `with`.
+class HfParts:
+    """The tensors of a model folder, as FolderParts.
 
     Memory beside what is read into: the largest turned tensor twice, and that of GPT-2's fused q, k and v once more.
     """
 
-    def __init__(self, storage: Storage, contents: Contents, root: Root, url: str) -> None:
-        super().__init__(storage, root, url, {**contents.weights, **contents.files})
-        self._contents = contents
+    def __init__(self, contents: Contents, root: Root, files: FolderFiles) -> None:
+        self._contents, self._root, self._files = contents, root, files
         self._tensors = contents.tensors
         self._turned: list[Row] = []  # the tensors of the parts behind the files
         self._kept: dict[str, Bytes] = {}  # what was read or turned last
@@ -33,7 +31,7 @@ class HfReader(FolderReader):
     @cached_property
     def stored(self) -> StoredChunks:
         """All tensors: the part and the place of each."""
-        chunks, parts, offsets, tensors = [], [], [], self.root.tensors
+        chunks, parts, offsets, tensors = [], [], [], self._root.tensors
         for row in self._contents.rows:
             if row.placement.tied_to is not None:
                 continue
@@ -44,17 +42,17 @@ class HfReader(FolderReader):
         for name in self._contents.files:
             info = tensors[FILES + name]
             chunks.append((info, Box((0,), info.shape), 0, info.numel))
-            parts.append(self._names.index(name))
+            parts.append(self._files.numbers[name])
             offsets.append(0)
         return StoredChunks(ChunkTable.of(chunks), np.array(parts, np.int64), np.array(offsets, np.int64))
 
     def _place(self, row: Row) -> tuple[int, int]:
         if row.is_transposed:
             self._turned.append(row)
-            return len(self._names) + len(self._turned) - 1, 0
+            return len(self._files.names) + len(self._turned) - 1, 0
         tensor = self._tensors[row.foreign]
         before = row.first * math.prod(row.shape[1:])
-        return self._names.index(tensor.file), tensor.offset + before * ITEMSIZE[tensor.dtype]
+        return self._files.numbers[tensor.file], tensor.offset + before * ITEMSIZE[tensor.dtype]
 
     def ordered(self, number: int) -> Bytes:
         """Return the bytes of a turned tensor."""
@@ -67,7 +65,7 @@ class HfReader(FolderReader):
             if row.foreign not in self._kept:
                 self._kept = {row.foreign: np.empty(tensor.size_bytes, np.uint8)}
                 place = (tensor.offset, tensor.size_bytes, self._kept[row.foreign].ctypes.data)
-                self._reader(tensor.file).read([place], num_threads=self.num_threads)
+                self._files.read(tensor.file, [place])
             whole = self._kept[row.foreign].view(f"u{ITEMSIZE[tensor.dtype]}").reshape(tensor.shape)
             part = whole[:, row.first : row.first + row.shape[0]]
             self._kept[name] = np.ascontiguousarray(part.T).reshape(-1).view(np.uint8)

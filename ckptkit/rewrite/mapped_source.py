@@ -1,4 +1,4 @@
-"""MappedReader: a checkpoint read under the names and shapes of a mapping, as if it had been saved so.
+"""MappedSource: a checkpoint read under the names and shapes of a mapping, as if it had been saved so.
 
 Rows that a tensor gets are parts of their own behind the data files: one row in memory, which is repeated.
 """
@@ -13,25 +13,27 @@ import numpy as np
 from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
 from ckptkit.io.blocks import Bytes, Columns, SumPlaces
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.chunk_source import ChunkSource, attempt_made_of, planned, read_chunks
+from ckptkit.loading.step_files import StepFiles
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.tensor import ITEMSIZE
-from ckptkit.plan.load_plan import LoadPlan, plan_load
+from ckptkit.plan.load_plan import LoadPlan
 from ckptkit.plan.stored import StoredChunks
 from ckptkit.rewrite.mapped import Mapped, moved, num_rows
 from ckptkit.rewrite.mapped_sums import MappedSums
 from ckptkit.rewrite.mapping import Mapper
+from threefold.closing import Closing
 
 MEAN_BYTES = 16 << 20  # of a tensor whose mean is made, at once
 
 
-class MappedReader(CheckpointReader):
-    """An open checkpoint, which the caller closes, as a mapping makes it; use it in a `with`."""
+class MappedSource(Closing):
+    """An open source, which the caller closes, as a mapping makes it: a ChunkSource too; use it in a `with`."""
 
-    def __init__(self, inner: CheckpointReader, mapper: Mapper) -> None:
-        super().__init__(inner.storage, inner.root.step, num_threads=inner.num_threads, root=mapper.root)
-        self._inner = inner
+    def __init__(self, inner: ChunkSource, mapper: Mapper) -> None:
+        self.root, self.url, self._inner = mapper.root, inner.url, inner
         self._mapped = [each for each in mapper.tensors if each.info.placement.tied_to is None]
         self._grown = [each for each in self._mapped if each.num_rows != num_rows(each.info)]
         self._num_files = int(inner.stored.part.max(initial=-1)) + 1
@@ -39,10 +41,14 @@ class MappedReader(CheckpointReader):
         self._sums = MappedSums(inner.root, inner.url, self._mapped)
 
     @property
-    def identity(self) -> bytes:
-        """What the values follow from: the source, and what each tensor is made of."""
+    def files(self) -> StepFiles | None:
+        """The files of the source."""
+        return self._inner.files
+
+    def attempt_for(self, layout: ParallelLayout) -> str:
+        """Return the attempt that writes this for a layout; it follows from the source and what tensors are made of."""
         made_of = [(each.info.name, each.made_of, each.fill) for each in self._mapped]
-        return self._inner.identity + super().identity + repr(made_of).encode()
+        return attempt_made_of(self._inner.root.to_bytes() + self.root.to_bytes() + repr(made_of).encode(), layout)
 
     @cached_property
     def stored(self) -> StoredChunks:
@@ -68,11 +74,11 @@ class MappedReader(CheckpointReader):
 
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """Return the copies that fill wanted chunks."""
-        return plan_load(wanted, self.stored)
+        return planned(self, wanted, self.stored)
 
     def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, and add what is of the source to the sums of its tensors."""
-        super().read(wanted, targets)
+        read_chunks(self, wanted, targets)
         self._sums.add(wanted, np.asarray(targets, np.int64))
 
     def check_read(self) -> int:
@@ -82,10 +88,9 @@ class MappedReader(CheckpointReader):
     def fetch(
         self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None, num_threads: int | None = None
     ) -> None:
-        """Make the copies of a plan, each to an address of its own."""
-        assert sums is None, "what a mapping makes has no certificate yet"
+        """Make the copies of a plan, each to an address of its own; new rows are in no sums."""
         stored = np.flatnonzero(plan.part < self._num_files)
-        self._inner.fetch(plan.take(stored), addresses[stored], None, num_threads)
+        self._inner.fetch(plan.take(stored), addresses[stored], sums and sums.take(stored), num_threads)
         for row in np.flatnonzero(plan.part >= self._num_files).tolist():
             each, size = self._grown[int(plan.part[row]) - self._num_files], int(plan.size[row])
             memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(addresses[row])))
