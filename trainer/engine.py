@@ -69,9 +69,7 @@ class Engine:
 
     def choose_ops(self, recorded: Mapping[str, str], *, by_timing: bool) -> None:
         """Take the forms of ops that a run recorded, or choose them: on GPUs by timing, if asked to."""
-        self.choices.attention = choose_attention(
-            self.config, self.mesh, self.dtype, recorded.get("attention"), by_timing=by_timing
-        )
+        self.choices.attention = choose_attention(self.config, self.mesh, self.dtype, recorded, by_timing=by_timing)
 
     def train_step(self, step: int, batch: Batch) -> StepStats:
         """Take the step that follows `step` steps; UserError if the loss or the gradient norm is not finite."""

@@ -21,7 +21,7 @@ from tests.trainer.support.parity import (
 )
 from tests.trainer.support.plain_model import train
 from tests.trainer.support.threads import Deadlock, run_threads
-from tests.trainer.support.token_faults import TOKEN_FAULTS, turning_rows
+from tests.trainer.support.token_faults import TOKEN_FAULTS, turning_rows, windows
 from threefold.errors import UserError
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
@@ -136,6 +136,18 @@ def test_places_in_several_runs_pass(
     expected = run_steps(0, alone(config), NUM_STEPS)
     turning_rows(monkeypatch)
     assert_parity(run_threads(layout.world_size, run_steps, config, NUM_STEPS), expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_parts"), [(None, 0), (TP, 2), (PP, 0), (DP, 0), (ParallelLayout(tp=2, pp=2), 1)], ids=str
+)
+@pytest.mark.parametrize("own", [(2, None), (None, 3), (1, 2)], ids=str)
+def test_a_mask_a_layer_passes(
+    own: tuple[int | None, ...], layout: ParallelLayout | None, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows(monkeypatch, *own)
+    options: dict[str, Any] = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1)}
+    compare(Fault("none", layout, lambda patch: None, **options))
 
 
 def test_faults_have_names_of_their_own() -> None:

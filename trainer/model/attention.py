@@ -20,9 +20,10 @@ class Attention:
     """q, k and v as one product, norm and rotation of heads, softmax attention, output."""
 
     def __init__(
-        self, model: ModelConfig, store: ParameterStore, prefix: str, tensor: TensorParallel, choices: OpChoices
-    ) -> None:
-        self.tensor, self.choices, group = tensor, choices, tensor.group
+        self, model: ModelConfig, store: ParameterStore, prefix: str, tensor: TensorParallel, choices: OpChoices,
+        window: int | None,
+    ) -> None:  # fmt: skip
+        self.tensor, self.choices, self.window, group = tensor, choices, window, tensor.group
         self.counts = model.num_heads // group.size, max(model.num_kv_heads // group.size, 1)
         # key-value heads that several ranks hold have other holders than q, and so are a matrix of their own
         parts = ["qkv"] if group.size <= model.num_kv_heads else ["q", "kv"]
@@ -40,7 +41,8 @@ class Attention:
 
     def __call__(self, x_TD: Tensor, batch: MicroBatch) -> Tensor:
         q_SNH, k_SKH, v_SKH = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)
-        y_SNH = attention(q_SNH, k_SKH, v_SKH, batch.mask, self.choices.attention)
+        mask = batch.mask(window=self.window)
+        y_SNH = attention(q_SNH, k_SKH, v_SKH, mask, self.choices.attention[mask.kind])
         return self.tensor.row_linear(y_SNH.flatten(1), self.out, self.out_bias)
 
     def _heads(self, qkv_SC: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:

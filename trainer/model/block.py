@@ -27,7 +27,7 @@ class Block:
     ) -> None:
         prefix, self.number = f"layers.{number}", number
         self.norm1 = Norm(model, store, f"{prefix}.norm1", choices)
-        self.attention = Attention(model, store, f"{prefix}.attn", tensor, choices)
+        self.attention = Attention(model, store, f"{prefix}.attn", tensor, choices, choices.windows[number])
         self.norm2 = Norm(model, store, f"{prefix}.norm2", choices)
         self.mlp = MLP(model, store, f"{prefix}.mlp", tensor, choices)
 

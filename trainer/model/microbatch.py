@@ -59,10 +59,13 @@ class MicroBatch:
     documents: tuple[Tensor, int] | None = None
     own_runs: Runs | None = None
 
-    @property
-    def mask(self) -> Mask:
-        """Return which keys a query sees: those of its own row, or of its own document, up to its own place."""
-        return Mask.of_rows(self.seq_length) if self.documents is None else Mask.of_documents(*self.documents)
+    def mask(self, *, window: int | None = None, alibi: Tensor | None = None) -> Mask:
+        """Return which keys a query of a layer sees: those of its row, or document, up to its own place.
+
+        `window` and `alibi` are the layer's own, as in `Mask`.
+        """
+        bounds, longest = (None, self.seq_length) if self.documents is None else self.documents
+        return Mask(bounds, bounds, longest, longest, window, alibi)
 
     def drop(self, x_TD: Tensor, *, layer: int, site: int) -> Tensor:
         """Drop elements of what this rank has of an activation, each by its token's place."""

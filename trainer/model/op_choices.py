@@ -1,13 +1,14 @@
 """Which form of an op a rank's layers take: forms differ in speed and in their last bits, so a run records them."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from threefold.errors import UserError
-from trainer.config import Config, OpsConfig
+from trainer.config import Config, ModelConfig, OpsConfig
 from trainer.config.resolve import longest_row
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops import native
@@ -18,16 +19,25 @@ from trainer.ops.forms import package
 
 @dataclass(slots=True)
 class OpChoices:
-    """The forms in use, shared by a rank's layers; owned by the training thread."""
+    """The forms in use, shared by a rank's layers; owned by the training thread.
 
-    attention: Backend
+    `windows` are those of all layers of the model. `attention` has a backend for each `Mask.kind` of theirs.
+    """
+
+    attention: dict[str, Backend]
     forms: OpsConfig
+    windows: tuple[int | None, ...]
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the name of each op's form, without those that are csrc."""
-        names = {**asdict(self.forms), "attention": self.attention.name}
-        return {op: name for op, name in names.items() if name != "csrc"}
+        """Return the name of each op's form, without those that are csrc; attention is an op a kind of mask."""
+        forms = {op: name for op, name in asdict(self.forms).items() if op != "attention" and name != "csrc"}
+        return forms | {_op(kind): backend.name for kind, backend in self.attention.items()}
+
+
+def layer_windows(model: ModelConfig) -> tuple[int | None, ...]:
+    """Return how many keys the queries of each layer see, their own among them; None for all before."""
+    return (None,) * model.num_layers
 
 
 def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpChoices:
@@ -47,16 +57,18 @@ def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpCh
             if mesh.device.type != "cuda":
                 raise UserError(f"ops.{op} apex runs on CUDA, not on {mesh.device}", hint=f"--ops.{op} csrc")
             package(module)
-    return OpChoices(choose_attention(config, mesh, dtype, None, by_timing=False), forms)
+    attention = choose_attention(config, mesh, dtype, {}, by_timing=False)
+    return OpChoices(attention, forms, layer_windows(config.model))
 
 
 def choose_attention(
-    config: Config, mesh: ProcessMesh, dtype: torch.dtype, recorded: str | None, *, by_timing: bool
-) -> Backend:
+    config: Config, mesh: ProcessMesh, dtype: torch.dtype, recorded: Mapping[str, str], *, by_timing: bool
+) -> dict[str, Backend]:
     """Return the backend that the configuration names; else the recorded one if the device can take it; else another.
 
-    On GPUs that is the fastest with the longest rows if `by_timing`, or the first by a rule. All ranks call it: the
-    first one chooses for all. Raises UserError if the named one does not take the run's tensors.
+    There is one for each kind of mask in the model, whichever layers a rank has. On GPUs another is the fastest with
+    the longest rows if `by_timing`, or the first by a rule. All ranks call it: the first one chooses for all. Raises
+    UserError if the named one does not take the run's tensors.
     """
     model, tp, head_size = config.model, mesh.layout.tp, config.model.head_size
     num_tokens = config.train.micro_batch_size * longest_row(config)
@@ -64,18 +76,29 @@ def choose_attention(
         torch.empty(num_tokens, max(heads // tp, 1), head_size, dtype=dtype, device=mesh.device)
         for heads in (model.num_heads, model.num_kv_heads)
     )
-    mask = _mask_like(config, mesh.device)
+    like = _mask_like(config, mesh.device)
+    masks = [replace(like, window=window) for window in dict.fromkeys(layer_windows(model))]
     named = config.ops.attention
     if named != "auto":
         backend = backend_named(named)
-        refusal = backend.refusal(q_TNH, k_TKH, mask)
-        if refusal is not None:
-            raise UserError(f"ops.attention {named}: {refusal}", hint="--ops.attention auto")
-        return backend
-    usable = [backend.name for backend in BACKENDS if backend.refusal(q_TNH, k_TKH, mask) is None]
-    name = recorded if recorded in usable else choose(q_TNH, k_TKH, mask, deterministic=not by_timing)
-    number = torch.tensor([BACKENDS.index(backend_named(name))], device=mesh.device)
-    return BACKENDS[int(mesh.world.broadcast(number))]
+        for mask in masks:
+            refusal = backend.refusal(q_TNH, k_TKH, mask)
+            if refusal is not None:
+                raise UserError(f"ops.attention {named}: {refusal}", hint="--ops.attention auto")
+        return {mask.kind: backend for mask in masks}
+    names = []
+    for mask in masks:
+        usable = [backend.name for backend in BACKENDS if backend.refusal(q_TNH, k_TKH, mask) is None]
+        name = recorded.get(_op(mask.kind))
+        names.append(name if name in usable else choose(q_TNH, k_TKH, mask, deterministic=not by_timing))
+    numbers = torch.tensor([BACKENDS.index(backend_named(name)) for name in names], device=mesh.device)
+    chosen = mesh.world.broadcast(numbers).tolist()
+    return {mask.kind: BACKENDS[number] for mask, number in zip(masks, chosen, strict=True)}
+
+
+def _op(kind: str) -> str:
+    """Return under which name a run records the attention of a kind of mask: `attention`, `attention-window-4096`."""
+    return f"attention-{kind}" if kind else "attention"
 
 
 def _mask_like(config: Config, device: torch.device) -> Mask:

@@ -1,4 +1,4 @@
-"""Attention is chosen for the tensors that a run has."""
+"""Attention is chosen for the tensors that a run has, once for each kind of mask."""
 
 from dataclasses import replace
 
@@ -7,7 +7,8 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from datakit import MixtureConfig
-from tests.trainer.support.parity import config_for
+from tests.trainer.support.parity import config_for, make_engine, small
+from threefold.errors import UserError
 from trainer.mesh.mesh import mesh_of
 from trainer.model import op_choices
 from trainer.ops.attention.seam import Mask
@@ -29,8 +30,59 @@ def test_attention_is_chosen_with_the_longest_rows(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(op_choices, "choose", choose)
     mesh = mesh_of(config, 0, torch.device("cpu"), network=Nobody(1))
-    found = op_choices.choose_attention(config, mesh, torch.float32, None, by_timing=True)
+    found = op_choices.choose_attention(config, mesh, torch.float32, {}, by_timing=True)
     [(num_tokens, mask)] = asked
-    assert found.name == "reference"
+    assert {kind: backend.name for kind, backend in found.items()} == {"": "reference"}
     assert num_tokens == num_rows * 4 * length
     assert mask.max_q == (length if document_mask else 4 * length)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"),
+    [
+        ({}, {"attention": "sdpa-cpu", "attention-window-4": "reference"}),
+        ({"attention": "reference"}, {"attention": "reference", "attention-window-4": "reference"}),
+        ({"attention-window-4": "sdpa-cpu"}, {"attention": "sdpa-cpu", "attention-window-4": "reference"}),
+        ({"attention": "lost", "norm": "torch"}, {"attention": "sdpa-cpu", "attention-window-4": "reference"}),
+    ],
+    ids=["new", "an older record", "a backend that cannot", "a backend that is gone"],
+)
+def test_a_backend_is_chosen_and_recorded_for_each_kind_of_mask(
+    monkeypatch: pytest.MonkeyPatch, recorded: dict[str, str], expected: dict[str, str]
+) -> None:
+    monkeypatch.setattr(op_choices, "layer_windows", lambda model: (None, 4, 4))
+    engine = make_engine(0, small(config_for("llama", ParallelLayout())))
+    engine.choose_ops(recorded, by_timing=False)
+    assert engine.choices.names == expected
+    engine.choose_ops(expected, by_timing=True)
+    assert engine.choices.names == expected, "a resume takes what was recorded"
+
+
+def test_each_kind_of_mask_is_chosen_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+
+    def choose(q_TNH: torch.Tensor, k_UKH: torch.Tensor, mask: Mask, *, deterministic: bool) -> str:
+        asked.append(mask.window)
+        return "reference" if mask.window is None else "sdpa-cpu"
+
+    monkeypatch.setattr(op_choices, "layer_windows", lambda model: (8, None, 8))
+    monkeypatch.setattr(op_choices, "choose", choose)
+    engine = make_engine(0, small(config_for("llama", ParallelLayout())))
+    assert asked == [8, None], "once a kind, not a layer"
+    assert engine.choices.names == {"attention": "reference", "attention-window-8": "sdpa-cpu"}
+
+
+def test_a_named_backend_that_one_kind_of_mask_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(config_for("llama", ParallelLayout()))
+    config = replace(config, ops=replace(config.ops, attention="sdpa-cpu"))
+    assert make_engine(0, config).choices.names == {"attention": "sdpa-cpu"}
+    monkeypatch.setattr(op_choices, "layer_windows", lambda model: (None, None, 8))
+    with pytest.raises(UserError, match=r"ops.attention sdpa-cpu: .*window"):
+        make_engine(0, config)
+
+
+def test_the_kind_of_a_mask_is_what_layers_differ_in() -> None:
+    mask = Mask.of_rows(16)
+    assert [mask.kind, replace(mask, window=4).kind] == ["", "window-4"]
+    assert replace(Mask.of_documents(torch.tensor([0, 16]), 16), alibi=torch.ones(2)).kind == "alibi"
+    assert replace(mask, window=4, alibi=torch.ones(2)).kind == "window-4-alibi"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.config import Config, ModelConfig
 from trainer.config.resolve import settled
+from trainer.model import op_choices
 from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
 
@@ -31,11 +32,14 @@ def logits(
     if model.position == "learned":
         x_BSD = x_BSD + state["pos.weight"][positions_BS]
     x_BSD = drop(x_BSD, layer=model.num_layers, site=0)
+    windows = op_choices.layer_windows(model)
     for layer in range(model.num_layers):
         prefix = f"layers.{layer}."
         part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         x_BSD = x_BSD + drop(
-            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS, documents_BS), layer=layer, site=0
+            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS, documents_BS, windows[layer]),
+            layer=layer,
+            site=0,
         )
         x_BSD = x_BSD + drop(_feed_forward(model, part, _norm(model, part, "norm2", x_BSD)), layer=layer, site=1)
     head = state["embed.weight" if model.tie_embeddings else "head.weight"]
@@ -100,7 +104,12 @@ def _linear(part: State, name: str, x: Tensor) -> Tensor:
 
 
 def _attend(
-    model: ModelConfig, part: State, x_BSD: Tensor, positions_BS: Tensor, documents_BS: Tensor | None
+    model: ModelConfig,
+    part: State,
+    x_BSD: Tensor,
+    positions_BS: Tensor,
+    documents_BS: Tensor | None,
+    window: int | None,
 ) -> Tensor:
     size = model.hidden_size // model.num_heads
     q, k, v = (_linear(part, f"attn.{name}", x_BSD).unflatten(-1, (-1, size)) for name in "qkv")  # [B, S, N, H]
@@ -111,8 +120,9 @@ def _attend(
     repeats = model.num_heads // k.shape[2]
     k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     scores_BNST = torch.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(size)
-    future = torch.ones(scores_BNST.shape[-2:], dtype=torch.bool).triu(1)
-    scores_BNST = scores_BNST.masked_fill(future, -math.inf)
+    places = torch.arange(scores_BNST.shape[-1])
+    back = places.unsqueeze(1) - places
+    scores_BNST = scores_BNST.masked_fill((back < 0) | (back >= (window or len(places))), -math.inf)
     if documents_BS is not None:
         others_BST = documents_BS.unsqueeze(2) != documents_BS.unsqueeze(1)
         scores_BNST = scores_BNST.masked_fill(others_BST.unsqueeze(1), -math.inf)

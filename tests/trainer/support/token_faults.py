@@ -1,9 +1,13 @@
-"""Faults of what a token is: the place that it has. See `faults`."""
+"""Faults of which token is meant: of its place, and of what it sees. See `faults`."""
 
 from dataclasses import replace
+from typing import Any
 
-from tests.trainer.support.faults import TP, Fault, Patch, wrapping
+from tests.trainer.support.faults import PP, TP, Fault, Patch, wrapping
 from trainer.engine import Engine
+from trainer.model import op_choices
+from trainer.model.block import Block
+from trainer.model.chunk import Chunk
 from trainer.model.microbatch import MicroBatch
 from trainer.parallel import tensor
 
@@ -31,6 +35,41 @@ def runs_change_places(patch: Patch) -> None:
     wrapping(tensor, "share_of", lambda real, runs, *sizes: real(runs[::-1], *sizes))(patch)
 
 
+def windows(patch: Patch, *of_layers: int | None) -> None:
+    """Let queries of each layer see so many keys, or all before for None; plain torch does the same."""
+    patch.setattr(op_choices, "layer_windows", lambda model: of_layers)
+
+
+def masks_of_the_layer_above(patch: Patch) -> None:
+    windows(patch, 2, None)
+
+    def init(real: Any, self: Block, model: Any, store: Any, number: int, *rest: Any) -> None:
+        real(self, model, store, number, *rest)
+        self.attention.window = rest[-1].windows[(number + 1) % 2]
+
+    wrapping(Block, "__init__", init)(patch)
+
+
+def masks_from_zero(patch: Patch) -> None:
+    windows(patch, 2, None)
+
+    def init(real: Any, self: Chunk, *args: Any) -> None:
+        real(self, *args)
+        for number, block in enumerate(self.blocks):
+            block.attention.window = block.attention.choices.windows[number]
+
+    wrapping(Chunk, "__init__", init)(patch)
+
+
+def one_mask_a_batch(patch: Patch) -> None:
+    windows(patch, 2, None)
+    masks: dict[int, Any] = {}
+    wrapping(MicroBatch, "mask", lambda real, self, **own: masks.setdefault(id(self), real(self, **own)))(patch)
+
+
 TOKEN_FAULTS = [
     Fault("a token has a place of the wrong run", TP, runs_change_places, cuts_tokens=True, micro_batch_size=2),
+    Fault("a layer has the mask of the layer above", None, masks_of_the_layer_above),
+    Fault("the layers of a batch share the mask of the first", None, one_mask_a_batch),
+    Fault("masks number layers within a stage", PP, masks_from_zero),
 ]

@@ -42,6 +42,12 @@ class Mask:
         return cls(bounds, bounds, longest, longest)
 
     @property
+    def kind(self) -> str:
+        """Return what the layers of a model may differ in, as `window-4096-alibi`; nothing if all before is seen."""
+        window = [] if self.window is None else [f"window-{self.window}"]
+        return "-".join(window + ["alibi"] * (self.alibi is not None))
+
+    @property
     def is_self(self) -> bool:
         """Return whether queries and keys are known to be the same tokens, without a look into device memory."""
         return self.cu_q is self.cu_k and self.max_q == self.max_k
