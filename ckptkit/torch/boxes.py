@@ -1,4 +1,4 @@
-"""Boxes: which parts of a global tensor a rank holds, for a plain tensor and for a DTensor of any placements."""
+"""Boxes: which parts of a global tensor a rank holds, for a plain tensor, a shard, and a DTensor of any placements."""
 
 import sys
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import nn
 from ckptkit.io.torch_tensors import STORED, no_memory
 from ckptkit.model.box import Box
 from ckptkit.model.mesh_cut import Part, mesh_cut
+from ckptkit.torch.shards import is_shard, shard_parts, whole_shape
 from threefold.errors import UserError
 
 PLAIN: frozenset[type] = frozenset((torch.Tensor, nn.Parameter))  # which wrap nothing
@@ -31,6 +32,11 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_cut(tensor: Any) -> bool:
+    """Return whether a tensor is a part of a global one, which it names."""
+    return is_dtensor(tensor) or is_shard(tensor)
+
+
 def dtype_of(value: Any) -> str | None:
     """Return the name of a tensor's dtype, None for what is not a tensor, or one of several that it wraps."""
     is_one = isinstance(value, torch.Tensor) and inner_tensors(value) is None
@@ -43,7 +49,7 @@ def inner_tensors(value: Any) -> dict[str, torch.Tensor] | None:
     Filling them in place fills it.
     """
     kind: Any = type(value)
-    if kind in PLAIN or not isinstance(value, torch.Tensor) or is_dtensor(value):
+    if kind in PLAIN or not isinstance(value, torch.Tensor) or is_cut(value):
         return None
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not hasattr(kind, "__tensor_flatten__"):
         return None
@@ -70,13 +76,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def held(path: str, tensor: torch.Tensor, local: Any) -> Held:
     """Return how a tensor is stored, and what of it, `local`, is here; UserError if its memory is not its elements."""
-    if is_dtensor(tensor) and inner_tensors(local) is not None:
+    if is_cut(tensor) and inner_tensors(local) is not None:
+        kind = "DTensor" if is_dtensor(tensor) else "shard"
         raise UserError(
-            f"{path} is a DTensor of a {type(local).__name__}, which wraps other tensors",
+            f"{path} is a {kind} of a {type(local).__name__}, which wraps other tensors",
             hint="save the model before quantize_(model, ...); optimizers of plain states are those of torch.optim",
         )
     if not _is_common(local) and (absent := no_memory(local)):
         raise UserError(f"{path} is {absent[0]}", hint=absent[1])
+    if is_shard(tensor):
+        return _as_held(tensor.dtype, whole_shape(tensor), shard_parts(path, tensor))
     if not is_dtensor(tensor):
         return _held_whole(tensor.dtype, tensor.shape)
     return _as_held(tensor.dtype, tensor.shape, _dtensor_parts(path, tensor, local))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ckptkit.format.state_tree import Encoder, Node, decoded, part
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.io.torch_tensors import STORED
-from ckptkit.torch.boxes import Held, dtype_of, held, inner_tensors, is_dtensor, local_of
+from ckptkit.torch.boxes import Held, dtype_of, held, inner_tensors, is_cut, local_of
 from ckptkit.torch.late import owned_by, swaps_weights, version_of
 from ckptkit.torch.objects import (
     RNG,
@@ -116,7 +116,7 @@ def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen, owned: Set[
             optimizers.append(f"{path}/")
             if not swaps_weights(each):
                 late.append(f"{path}/state/")
-            return True, optimizer_state(each, names.of(path, each))
+            return True, optimizer_state(path, each, names.of(path, each))
         if (parts := inner_tensors(each)) is not None:
             wrapped.append(f"{path}/")
             return True, parts
@@ -132,12 +132,12 @@ def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen, owned: Set[
         tensor = tensor_of(each)
         local = local_of(tensor)
         stored = held(path, tensor, local)
-        is_equal = is_dtensor(tensor) or isinstance(tensor, nn.Parameter) or path.startswith(tuple(optimizers))
+        is_equal = is_cut(tensor) or isinstance(tensor, nn.Parameter) or path.startswith(tuple(optimizers))
         same_as = "" if is_own or each is not tensor else seen.same_as(path, tensor, local, stored)
         is_late = id(each) in owned or path.startswith(tuple(late))
         is_late = is_late and not path.startswith(tuple(wrapped)) and version_of(tensor) is not None
         leaves[path] = Leaf(tensor, local, stored, is_equal and not is_own, is_late, same_as)
-        if is_own and not is_dtensor(tensor) and tensor.is_cpu and tensor.nbytes <= SEEN_BYTES:
+        if is_own and not is_cut(tensor) and tensor.is_cpu and tensor.nbytes <= SEEN_BYTES:
             seen_bytes.append(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return Entry(tree, leaves, is_own, f"{xxh3_64(b''.join(seen_bytes)):016x}")
 

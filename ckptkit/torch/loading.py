@@ -34,6 +34,7 @@ from ckptkit.torch.objects import (
     set_rng_state,
 )
 from ckptkit.torch.saved import Saved, SavedKey, Tie
+from ckptkit.torch.shards import shard_like, whole_shape
 
 TORCH_DTYPES = {stored: getattr(torch, name) for stored, name in NAMES.items()}
 OTHER_KIND = "another kind of optimizer in the checkpoint"
@@ -230,12 +231,12 @@ class Match:
                 shape = self._shape(inner, each["tensor"])
                 dtype = getattr(torch, each["tensor"])
                 if not isinstance(old, torch.Tensor) or old.dtype != dtype:
-                    if shape == tuple(parameter.shape):
+                    if shape == whole_shape(parameter):
                         old = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         device = parameter.device if shape or on_device else torch.device("cpu")
                         old = torch.zeros(shape or (), dtype=dtype, device=device)
-                self._fill_tensor(inner, old, each)
+                self._fill_tensor(inner, shard_like(inner, old, parameter), each)
                 state[key] = old
             elif isinstance(old, torch.Tensor) and inner_tensors(old) is not None:
                 self._fill_tensor(inner, old, each)
@@ -270,7 +271,7 @@ class Match:
 
     def _fits(self, path: str, tensor: torch.Tensor, node: Node) -> bool:
         dtype = node.get("tensor") if isinstance(node, dict) else None
-        return dtype == name_of(tensor.dtype) and self._shape(path, str(dtype)) == tensor.shape
+        return dtype == name_of(tensor.dtype) and self._shape(path, str(dtype)) == whole_shape(tensor)
 
     def _fill_tensor(self, path: str, tensor: torch.Tensor, node: Node) -> None:
         """Note what of a tensor is here to be filled; one that is tied to another is filled once."""
@@ -288,12 +289,12 @@ class Match:
             return
         if not self._fits(path, tensor, node):
             dtype = node.get("tensor") if isinstance(node, dict) else None
-            shape = None if dtype is None else self._shape(path, dtype)
+            shape = dtype and self._shape(path, dtype)
             found = "not a tensor" if shape is None else f"{dtype} {list(shape)}"
-            wanted = f"{name_of(tensor.dtype)} {list(tensor.shape)}"
+            wanted = f"{name_of(tensor.dtype)} {list(whole_shape(tensor))}"
             self.faults.append(f"{path}: {found} in the checkpoint, {wanted} here")
             return
-        memory = (local.data_ptr(), strides, stored.dtype, stored.shape) if local.numel() else id(tensor)
+        memory = (local.data_ptr(), strides, stored) if local.numel() else id(tensor)
         first, name = self._filled.setdefault(memory, (path, self._name(path)))
         if first == path:
             self._read(name, local, stored)
@@ -301,9 +302,8 @@ class Match:
             self.ties.append(Tie((path, first), (name, self._name(path)), [each.box for each in stored.parts]))
 
     def _read(self, name: str, local: torch.Tensor, stored: Held) -> None:
-        is_plain = stored_dtype(local.dtype) is not None
         for each in stored.parts:
-            if is_plain:
+            if stored_dtype(local.dtype) is not None:
                 live = region(local, each)
                 data = live if live.is_contiguous() else torch.empty_like(live, memory_format=torch.contiguous_format)
                 if data is not live:

@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ckptkit.format.state_tree import part
 from ckptkit.torch.boxes import local_of
+from ckptkit.torch.shards import is_shard, shard_like
 from threefold.errors import UserError
 
 RNG = "rng"
@@ -157,13 +159,26 @@ class ParameterNames:
         return {key: names[key] for key in parameters}
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's state and groups by the names of its parameters: the live tensors themselves."""
+def optimizer_state(path: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state and groups by the names of its parameters: the live tensors themselves.
+
+    What is kept of a shard is shown as the slices that the shard is.
+    """
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
     state: dict[Any, Any] = {key: each for key, each in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    state |= {names[id(each)]: dict(optimizer.state[each]) for each in parameters if optimizer.state.get(each)}
+    for each in parameters:
+        if kept := optimizer.state.get(each):
+            inner = f"{path}/state/{part(names[id(each)])}"
+            state[names[id(each)]] = _of_shard(inner, kept, each) if is_shard(each) else dict(kept)
     return {"state": state, "param_groups": groups}
+
+
+def _of_shard(path: str, kept: Mapping[Any, Any], parameter: torch.Tensor) -> dict[Any, Any]:
+    return {
+        key: shard_like(f"{path}/{part(key)}", value, parameter) if isinstance(value, torch.Tensor) else value
+        for key, value in kept.items()
+    }
 
 
 def is_of_kind(optimizer: Optimizer, saved: Mapping[Any, Any]) -> bool:
