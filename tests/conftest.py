@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import signal
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,16 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     found = Planted(tmp_path / "planted")
     monkeypatch.chdir(found.folder)
     return found
+
+
+@pytest.fixture
+def hears_hangups() -> Iterator[None]:
+    """Hear SIGHUP in a test, also where `nohup` started the tests and so had them ignore it."""
+    usual = signal.getsignal(signal.SIGHUP)
+    if usual == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, usual)
 
 
 HINTS = Recorder()
