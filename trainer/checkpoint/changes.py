@@ -73,7 +73,11 @@ def changed_schedule(root: Root, before: Config, now: Config) -> list[str]:
     old, new = (learning_rate(config.optim, root.step) for config in (before, now))
     found = [f"learning rate of step {root.step + 1}: {old:.4g} -> {new:.4g}"] if old != new else []
     end, last = now.optim.decay_steps, now.train.train_steps
-    if before.train.train_steps != last and before.optim.decay_steps == end != last:
+    if now.optim.cool_down_steps > 0:
+        rates = f"{now.optim.cool_down_lr:.4g} to {min(now.optim.min_lr, now.optim.cool_down_lr):.4g}"
+        return [*found, f"cools down since step {now.optim.cool_down_from}: from {rates} by its end, step {last}"]
+    falls = now.optim.schedule != "constant"
+    if falls and before.train.train_steps != last and before.optim.decay_steps == end != last:
         found.append(
             f"the run ends at step {last} now, and min_lr is still reached at step {end}: "
             f"--optim.decay-steps {last} moves that"

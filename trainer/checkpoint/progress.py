@@ -13,6 +13,10 @@ from datakit import Cursor, Recorded, StreamRecord
 from trainer.config import Config
 from trainer.store.lr import learning_rate
 
+YOUNG = {  # keys of the configuration that older code refuses, by table
+    "optim": ["schedule", "wsd_decay_steps", "wsd_decay", "cool_down_steps", "cool_down_from", "cool_down_lr"]
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Validation:
@@ -48,7 +52,7 @@ class Progress:
             "loss": loss,
             **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
             "lr": learning_rate(config.optim, max(self.step - 1, 0)),
-            "config": dataclasses.asdict(config),
+            "config": recorded_tables(config),
             "environment": environment(device),
             "ops": dict(ops),
         }
@@ -85,6 +89,19 @@ class Resumed:
         known = None if stream is None else StreamRecord.from_json(stream)
         num_samples = int(cursor["num_samples"]) if cursor else 0
         return Recorded(known, self.progress.step, num_samples, Cursor.from_json(cursor) if cursor else None)
+
+
+def recorded_tables(config: Config) -> dict[str, Any]:
+    """Return the tables of a configuration as a step records them: younger keys only where they say something.
+
+    So code that does not know these keys opens the step of a run that does not use them.
+    """
+    tables, plain = dataclasses.asdict(config), dataclasses.asdict(Config())
+    for table, keys in YOUNG.items():
+        for key in keys:
+            if tables[table][key] == plain[table][key]:
+                del tables[table][key]
+    return tables
 
 
 def environment(device: torch.device) -> dict[str, Any]:

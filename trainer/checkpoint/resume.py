@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from ckptkit import Candidate, Exchange, Root, Run, Tiers, first_sound, identified, open_source, set_aside
 from threefold.errors import CheckFailed, UserError, quoted
 from trainer.checkpoint.changes import changes_of_model, changes_of_run, recorded_config
+from trainer.checkpoint.cool_down import require_step, with_cool_down
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation
@@ -34,6 +35,7 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
         found = candidates_heard(ranks, tiers, own.steps, load=config.checkpoint.load)
     first = next(found, None)
     if first is None:
+        require_step(config, "nothing is there to resume")
         own.quarantine_after(-1)
         engine.initialise()
         if tiers is not None:
@@ -49,10 +51,11 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
         ranks.say(ranks.on_all(lambda: rewind(tiers, root.step) if ranks.rank == 0 else ""))
     before = recorded_config(root)
     if has_optimizer(root):
-        config = settled(config, before)
+        config = with_cool_down(settled(config, before), before, root.step)
         ranks.say(f"resumed from step {root.step} of {url}")
         changes = changes_of_run(root, before, config, ranks.device)
     else:
+        require_step(config, f"{url} holds no optimizer state")
         config = settled(config)
         ranks.say(f"starts from the parameters of {url}, which holds no optimizer state")
         changes = changes_of_model(root, before, config)

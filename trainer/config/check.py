@@ -2,7 +2,7 @@
 
 from threefold.errors import UserError
 from threefold.options import Fault
-from trainer.config import Config
+from trainer.config import Config, OptimConfig
 from trainer.config.resolve import cuts_tokens, layers_by_hand, longest_row, row_lengths, tiers_of
 
 
@@ -162,14 +162,34 @@ def data_faults(config: Config) -> list[Fault]:
     return faults
 
 
-def schedule_faults(config: Config) -> list[Fault]:
-    """Return faults in the learning-rate schedule and in when to save."""
-    optim, save = config.optim, config.checkpoint
-    decay = optim.decay_steps or config.train.train_steps
+def rate_faults(optim: OptimConfig, decay: int) -> list[Fault]:
+    """Return faults in the learning-rate schedule, which ends after `decay` steps."""
     faults: list[Fault] = []
     if optim.min_lr > optim.lr:
         text = f"optim.min_lr {optim.min_lr:g} is above optim.lr {optim.lr:g}"
         faults.append(({"optim.min_lr", "optim.lr"}, text))
+    if (optim.schedule == "wsd") != (optim.wsd_decay_steps > 0):
+        text = f"optim.wsd_decay_steps {optim.wsd_decay_steps} is for optim.schedule wsd, not {optim.schedule}"
+        if optim.schedule == "wsd":
+            text = f"optim.schedule wsd needs the steps of its fall: --optim.wsd-decay-steps {max(decay // 10, 1)}"
+        faults.append(({"optim.wsd_decay_steps", "optim.schedule"}, text))
+    elif 0 <= decay - optim.warmup_steps < optim.wsd_decay_steps:
+        text = f"optim.wsd_decay_steps {optim.wsd_decay_steps} and optim.warmup_steps {optim.warmup_steps} are more "
+        names = {"optim.wsd_decay_steps", "optim.warmup_steps", "optim.decay_steps", "train.train_steps"}
+        faults.append((names, f"{text}than the {decay} steps in all"))
+    if optim.cool_down_steps <= 0 < optim.cool_down_from + optim.cool_down_lr:
+        text = "optim.cool_down_from and cool_down_lr are of a cool-down: --cool-down 100"
+        faults.append(({"optim.cool_down_from", "optim.cool_down_lr", "optim.cool_down_steps"}, text))
+    if optim.warmup_steps > decay:
+        text = f"optim.warmup_steps {optim.warmup_steps} is more than the {decay} steps in all: --optim.warmup-steps 0"
+        faults.append(({"optim.warmup_steps", "optim.decay_steps", "train.train_steps"}, text))
+    return faults
+
+
+def schedule_faults(config: Config) -> list[Fault]:
+    """Return faults in the schedule, in how the state is kept, and in when to save."""
+    optim, save = config.optim, config.checkpoint
+    faults = rate_faults(optim, optim.decay_steps or config.train.train_steps)
     if optim.moments == "bf16" and config.train.precision == "fp64":
         text = "optim.moments bf16 is for precisions bf16 and fp32: --optim.moments wide"
         faults.append(({"optim.moments", "train.precision"}, text))
@@ -182,9 +202,6 @@ def schedule_faults(config: Config) -> list[Fault]:
     if optim.master == "split" and save.overlap == "on":
         text = "checkpoint.overlap on needs optim.master wide: split masters are put together in the gradients' memory"
         faults.append(({"optim.master", "checkpoint.overlap"}, text))
-    if optim.warmup_steps > decay:
-        text = f"optim.warmup_steps {optim.warmup_steps} is more than the {decay} steps in all: --optim.warmup-steps 0"
-        faults.append(({"optim.warmup_steps", "optim.decay_steps", "train.train_steps"}, text))
     if save.keep_best and save.keep_best_metric == "val_loss" and not config.train.eval_interval:
         text = f"checkpoint.keep_best {save.keep_best} by val_loss needs train.eval_interval"
         faults.append(({"checkpoint.keep_best", "checkpoint.keep_best_metric", "train.eval_interval"}, text))

@@ -5,12 +5,22 @@ from typing import Literal
 
 from threefold.options import option
 
+Schedule = Literal["cosine", "wsd", "linear", "constant", "inverse-sqrt"]
+Shape = Literal["linear", "sqrt", "cosine", "exponential"]
+
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    """`[optim]`: AdamW with a linear warm-up and a cosine schedule."""
+    """`[optim]`: AdamW with a linear warm-up and a schedule."""
 
     lr: float = option(3e-4, "peak learning rate", minimum=0, flags=["--lr"])
+    schedule: Schedule = option(
+        "cosine",
+        "the rate after the warm-up: cosine and linear fall to min_lr, wsd stays and falls in its last steps, "
+        "inverse-sqrt falls with the root of the steps, constant stays",
+    )
+    wsd_decay_steps: int = option(0, "in how many steps before decay_steps the rate of wsd falls", minimum=0)
+    wsd_decay: Shape = option("linear", "shape of the fall of wsd and of a cool-down; sqrt is 1 - the root of the way")
     min_lr: float = option(3e-5, "learning rate at and after the end of the schedule", minimum=0)
     warmup_steps: int = option(0, "steps of linear warm-up from 0", minimum=0)
     decay_steps: int = option(
@@ -18,6 +28,15 @@ class OptimConfig:
         "step at which min_lr is reached; 0 means train.train_steps, or what a run that goes on began with",
         minimum=0,
     )
+    cool_down_steps: int = option(
+        0,
+        "end the run so many steps behind the saved one that it goes on from, the rate falling from where it is to "
+        "min_lr; 0 goes on as the run does, -1 goes back to the schedule",
+        minimum=-1,
+        flags=["--cool-down"],
+    )
+    cool_down_from: int = option(0, "the step of that, and a run's record of it; 0 is the one gone on from", minimum=0)
+    cool_down_lr: float = option(0.0, "the rate there, and a run's record of it; 0 is the schedule's", minimum=0)
     beta1: float = option(0.9, "decay of the first moment", minimum=0, below=1)
     beta2: float = option(0.95, "decay of the second moment", minimum=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)

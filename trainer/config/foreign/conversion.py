@@ -21,7 +21,12 @@ from trainer.config.foreign.translate import Translator
 
 PROCESSES, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)
 NEEDS = {"--num-query-groups": "--group-query-attention"}  # without the second Megatron-LM ignores the first
-IMPLIED = {"--group-query-attention": "--num-query-groups 1"}  # where the flag of the second is not named
+FALL = "--lr-wsd-decay-style exponential"
+IMPLIED = {  # where the flag of the second is not named
+    "--group-query-attention": "--num-query-groups 1",
+    "--lr-wsd-decay-iters": FALL,
+    "--lr-wsd-decay-samples": FALL,
+}
 DEFAULT = "the default of Megatron-LM"
 CORRECT, FILL_IN = "correct it, and try again", "put values in place of what only the shell knows"
 

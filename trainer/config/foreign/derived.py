@@ -20,6 +20,7 @@ ALONE = {  # what each sets and no other flag may: Megatron-LM refuses two
     "train_samples": "train.train_steps",
     "lr_decay_samples": "optim.decay_steps",
     "lr_warmup_samples": "optim.warmup_steps",
+    "lr_wsd_decay_samples": "optim.wsd_decay_steps",
     "lr_warmup_fraction": "optim.warmup_steps",
 }
 
@@ -70,15 +71,27 @@ def steps_of_tokens(config: Config, text: FlagText) -> str:
     return str(whole(text, "tokens") // (config.train.global_batch_size * config.train.seq_length))
 
 
-def warmup_of_fraction(config: Config, text: FlagText) -> dict[str, str]:
-    """Return the warm-up that is this fraction of the schedule."""
+def steps_of_fraction(config: Config, text: FlagText) -> str:
+    """Return the steps that are this fraction of the schedule."""
     try:
         fraction = float(text.text)
     except ValueError:
         fraction = -1.0
     if not 0 <= fraction <= 1:
         raise ValueError(f"must be a fraction from 0 to 1, got {text.text!r}")
-    return {"optim.warmup_steps": str(round(fraction * (config.optim.decay_steps or config.train.train_steps)))}
+    return str(round(fraction * (config.optim.decay_steps or config.train.train_steps)))
+
+
+def fall_of_type(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the schedule that falls in this way: in its last steps if their ratio is known, else after the warm-up."""
+    if text.text not in ("linear", "sqrt", "cosine"):
+        raise ValueError(f"must be linear, sqrt or cosine, got {text.text!r}")
+    if config.optim.schedule == "wsd":
+        return {"optim.wsd_decay": text.text}
+    if text.text != "sqrt":
+        return {"optim.schedule": text.text}
+    steps = (config.optim.decay_steps or config.train.train_steps) - config.optim.warmup_steps
+    return {"optim.schedule": "wsd", "optim.wsd_decay_steps": str(steps), "optim.wsd_decay": "sqrt"}
 
 
 def virtual_stages(config: Config, text: FlagText) -> dict[str, str]:
@@ -163,8 +176,13 @@ FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     "lr_decay_tokens": lambda config, text: {"optim.decay_steps": steps_of_tokens(config, text)},
     "lr_warmup_samples": lambda config, text: {"optim.warmup_steps": steps_of_samples(config, text)},
     "lr_warmup_tokens": lambda config, text: {"optim.warmup_steps": steps_of_tokens(config, text)},
-    "lr_warmup_fraction": warmup_of_fraction,
-    "constant_lr": lambda config, _: {"optim.min_lr": repr(config.optim.lr)},
+    "lr_wsd_decay_samples": lambda config, text: {"optim.wsd_decay_steps": steps_of_samples(config, text)},
+    "lr_warmup_fraction": lambda config, text: {"optim.warmup_steps": steps_of_fraction(config, text)},
+    "lr_decay_ratio": lambda config, text: {
+        "optim.schedule": "wsd",
+        "optim.wsd_decay_steps": steps_of_fraction(config, text),
+    },
+    "lr_decay_type": fall_of_type,
     "min_lr_factor": least_rate,
     "layers_per_virtual_stage": virtual_stages,
     "llama3_scaling": llama3_scaling,

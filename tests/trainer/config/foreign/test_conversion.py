@@ -93,8 +93,20 @@ def test_defaults_of_megatron_are_written_down(capsys: pytest.CaptureFixture[str
     assert "Megatron-LM ignores it without --group-query-attention" in text
     assert (tables["optim"]["beta2"], tables["parallel"]["zero_stage"], tables["train"]["seed"]) == (0.999, 0, 1234)
     assert tables["train"]["global_batch_size"] == 1
-    assert "--lr-decay-style linear: the rate follows a cosine" in said
-    assert "(the default of Megatron-LM)" in said
+    assert tables["optim"]["schedule"] == "linear"
+    assert 'schedule = "linear"  # the default of Megatron-LM' in text
+    assert "is named that validates" not in said
+
+
+def test_a_schedule_of_megatron_is_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{FLAGS} --lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-decay-iters 90"
+    for more, shape in (("", "exponential"), (" --lr-wsd-decay-style minus_sqrt", "sqrt")):
+        text, said = converted(capsys, line + more)
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        optim = load_config(str(path), world_size=None).optim
+        assert (optim.schedule, optim.wsd_decay_steps, optim.decay_steps, optim.wsd_decay) == ("wsd", 20, 90, shape)
+        assert "--lr-" not in said
 
 
 def test_a_script_is_read_without_running_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
