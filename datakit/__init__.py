@@ -5,8 +5,8 @@ Programs import these names and no other submodule:
   Tokenizer; what encodes fastest, for experts: choose_backend, open_encoder, Encoder;
 - a store: TokenStore, TokenShard, Origin, store_tokenizer, verify, statistics, find_difference;
 - stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
-- a store behind a URL, through a cache: RemoteStore, PackedRemoteStore;
-- a store's documents in rows, without cutting the short ones: pack, PackedStore;
+- a store's documents in rows, without cutting the short ones: pack, and Packing, which TokenStore.open takes;
+- names that TokenStore.open made older, for one release: RemoteStore, PackedStore, PackedRemoteStore;
 - batches of a stream: Blend, Cursor, Loader, HostBatch, BatchOptions; datakit.torch, which is imported by its own
   name, has datasets of them for PyTorch's DataLoader;
 - from samples to documents and back: blame, where;

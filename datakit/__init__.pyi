@@ -2,12 +2,13 @@ from datakit.foreign.megatron import from_megatron as from_megatron
 from datakit.foreign.megatron import to_megatron as to_megatron
 from datakit.format.origins import Origin as Origin
 from datakit.format.shard import TokenShard as TokenShard
+from datakit.packing.older_names import PackedRemoteStore as PackedRemoteStore
+from datakit.packing.older_names import PackedStore as PackedStore
+from datakit.packing.older_names import RemoteStore as RemoteStore
 from datakit.packing.pack import pack as pack
-from datakit.packing.packed_store import PackedStore as PackedStore
+from datakit.packing.packed_rows import Packing as Packing
 from datakit.preprocessing.preprocess import preprocess as preprocess
 from datakit.preprocessing.recipe import Recipe as Recipe
-from datakit.remote.packed_remote_store import PackedRemoteStore as PackedRemoteStore
-from datakit.remote.remote_store import RemoteStore as RemoteStore
 from datakit.reports.difference import find_difference as find_difference
 from datakit.reports.provenance import blame as blame
 from datakit.reports.provenance import where as where

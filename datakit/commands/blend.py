@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from datakit.commands.shared import OfRun
-from threefold.cli import print_json
+from threefold.cli import print_json, print_line
 from threefold.console import print_table
 from threefold.options import option
 
@@ -58,8 +58,8 @@ def run(options: Options) -> None:
         print(f"from sample {segment.from_sample:,}, in step {step}: {', '.join(_texts(segment))}")
     columns = ("weight", "tokens", "samples", "epochs", "repeated", "it holds", "store")
     print_table(columns, rows, left={"store"})
-    for line in unread_lines(blend):
-        print(line)
+    for line in (*unread_lines(blend), *blend.notes):
+        print_line(line)
 
 
 def _segment(segment: "Segment") -> dict[str, Any]:

@@ -115,11 +115,13 @@ def asks_for_excerpt(options: Options) -> bool:
 
 def inspect_excerpt(options: Options) -> None:
     """Show the tokens of one document or sample, as text if its tokenizer is there, and where they came from."""
-    from datakit.packing.packed_store import open_store
+    from datakit.packing.packed_rows import Packing
     from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
+    from datakit.store.token_store import TokenStore
 
     length = options.seq_length or 0
-    store = open_store(options.store, packing=options.packing, seq_length=length, index=options.index)
+    rows = None if options.packing == "concat" else Packing(options.packing, length, options.index)
+    store = TokenStore.open(options.store, rows=rows)
     if options.document is not None:
         name, excerpt = "document", document_excerpt(store, options.document)
     else:

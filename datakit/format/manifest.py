@@ -77,6 +77,11 @@ class Manifest:
         )
         return xxhash.xxh3_128_hexdigest(b'["%b",%b]' % (self.dtype.encode(), bytes(content)))
 
+    @property
+    def documents_fingerprint(self) -> str:
+        """XXH3-128 over the checksums of all indices, which say where documents end."""
+        return xxhash.xxh3_128_hexdigest(orjson.dumps([shard.idx.xxh3_64 for shard in self.shards]))
+
     def files(self) -> dict[str, FileDigest]:
         """Return the digests of the files of all shards by name, in order."""
         return {name: digest for shard in self.shards for name, digest in shard.files().items()}

@@ -33,7 +33,6 @@ from datakit.packing.packing_index import (
     PackingRecord,
     column_path,
     default_folder,
-    identity_of,
     read_record,
 )
 from datakit.store.token_store import TokenStore
@@ -71,7 +70,7 @@ def pack(
         raise UserError(
             f"{opened.path} holds no token: there is nothing to pack", hint=f"datakit inspect {quoted(opened.path)}"
         )
-    fingerprint, documents = identity_of(opened.manifest)
+    fingerprint, documents = opened.manifest.fingerprint, opened.manifest.documents_fingerprint
     made_of = {
         "store": fingerprint, "documents": documents, "packing": packing, "seq_length": seq_length,
         "window_documents": WINDOW_DOCUMENTS, "num_documents": opened.num_documents, "num_tokens": opened.num_tokens,

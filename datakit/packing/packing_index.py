@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
@@ -17,10 +17,11 @@ import xxhash
 
 from datakit.files.durable import FileDigest, reading
 from datakit.format.fields import Fields
-from datakit.format.manifest import Manifest, content_checksum, digest_in
+from datakit.format.manifest import content_checksum, digest_in
 from datakit.format.mapped import copied
 from datakit.format.shard import Int64s, map_file
-from datakit.store.token_store import TokenStore
+from datakit.shards.shards import Shards
+from datakit.store.rows import Piece
 from threefold.errors import CheckFailed, UserError, quoted
 
 RECORD_NAME = "packing.json"
@@ -33,14 +34,6 @@ PACKINGS = ("best_fit", "pad")
 
 class _RecordFields(Fields):
     hint = "remove the folder, and make the index again with `datakit pack`"
-
-
-class Piece(NamedTuple):
-    """Tokens [start, start + size) of a store, all of one document, which `goes_on` after them or ends."""
-
-    start: int
-    size: int
-    goes_on: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +130,7 @@ class PackingIndex:
         self._window_starts = [0, *accumulate(record.window_rows)]
 
     @classmethod
-    def open(cls, folder: Path, store: TokenStore, *, packing: str, seq_length: int) -> "PackingIndex":
+    def open(cls, folder: Path, store: Shards, *, packing: str, seq_length: int) -> "PackingIndex":
         """Open the index of a store; UserError if there is none, or it is of other tokens, or packed otherwise."""
         record = checked(read_record(folder), folder, store, packing=packing, seq_length=seq_length)
         return cls(folder, record, lambda name: map_file(column_path(folder, name)))
@@ -175,7 +168,7 @@ class PackingIndex:
 
 
 def checked(
-    record: PackingRecord | None, folder: Path | str, store: TokenStore, *, packing: str, seq_length: int
+    record: PackingRecord | None, folder: Path | str, store: Shards, *, packing: str, seq_length: int
 ) -> PackingRecord:
     """Return the record of a folder if it is of these rows of the store; UserError otherwise, or without a record."""
     if packing not in PACKINGS:
@@ -184,7 +177,8 @@ def checked(
     if record is None:
         what = f"{store.place} is not packed by {packing} into rows of {seq_length} tokens: {folder} is not there"
         raise UserError(what, hint=again)
-    found, wanted = (record.store, record.documents), identity_of(store.manifest)
+    found = record.store, record.documents
+    wanted = store.manifest.fingerprint, store.manifest.documents_fingerprint
     if found != wanted:
         what = f"{folder} is the index of another store, of fingerprint {found[0]}: {store.place} has {wanted[0]}"
         raise UserError(what, hint=f"{again} --output FOLDER")
@@ -192,12 +186,6 @@ def checked(
         what = f"{folder} is packed by {record.packing} into rows of {record.seq_length} tokens"
         raise UserError(f"{what}, not by {packing} into rows of {seq_length}", hint=f"{again} --output FOLDER")
     return record
-
-
-def identity_of(manifest: Manifest) -> tuple[str, str]:
-    """Return the fingerprint of a store, and that of its documents' ends."""
-    indices = [shard.idx.xxh3_64 for shard in manifest.shards]
-    return manifest.fingerprint, xxhash.xxh3_128_hexdigest(orjson.dumps(indices))
 
 
 def column_file(name: str) -> str:

@@ -1,1 +1,1 @@
-"""Token stores behind URLs, read through a bounded local cache."""
+"""Places of names in pickles of older releases."""

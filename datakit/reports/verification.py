@@ -21,6 +21,7 @@ from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME, Manifest, is_plain_
 from datakit.format.shard import HEADER, ShardIndex
 from datakit.format.shard_entry import ShardEntry
 from datakit.packing.packing_index import COLUMNS, column_path, read_record
+from datakit.shards.folder_shards import FolderShards
 from datakit.shards.store_source import SourceFile, StoreSource
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, StorageError
@@ -60,7 +61,7 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
     if (index := read_record(folder)) is not None:
         faults = ((file := column_path(folder, name), _file_fault(file, index.files[name], None)) for name in COLUMNS)
         return [Fault(str(file), message) for file, message in faults if message]
-    store = TokenStore(folder, Manifest.read(folder))
+    store = TokenStore(FolderShards(folder, Manifest.read(folder)))
     record_faults = list(_record_faults(open_storage(folder)))
     copy = ((folder / name, digest) for name, digest in store.manifest.tokenizer_files.items())
     record_faults += [Fault(str(file), what) for file, digest in copy if (what := _file_fault(file, digest, None))]

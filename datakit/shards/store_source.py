@@ -199,6 +199,11 @@ class StoreSource:
             yield bytes(self._read(file, start, min(start + READ_BYTES, size_bytes)))
 
 
+def is_store(url: str) -> bool:
+    """Return whether there is a store or an archive at a URL; StorageError if nobody answers."""
+    return open_repeating(url).info(FILE_NAME) is not None
+
+
 def store_tokenizer(place: str) -> Tokenizer | None:
     """Return the tokenizer that a store or an archive keeps a copy of, in a folder or at a URL; None if none."""
     return StoreSource.open(place).open_tokenizer()

@@ -46,7 +46,7 @@ def sound_copy(stores: Sequence[TokenStore], name: str, digest: FileDigest) -> P
     """Return where the first store with a sound copy has a file of its tokenizer; CheckFailed if none has one."""
     keepers = [store for store in stores if store.manifest.tokenizer_files.get(name) == digest]
     for store in keepers:
-        content = store.read_small(name)
+        content = store.shards.read_small(name)
         if content is not None and FileDigest.of(content) == digest:
             return store.path / name
     place = keepers[0].place

@@ -11,7 +11,6 @@ on, and a store goes on where it was. Rows of another length begin each store ag
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,7 +20,6 @@ import orjson
 import xxhash
 
 from datakit.format.shard import Int64s
-from datakit.remote.remote_store import RemoteStore
 from datakit.shards.block_cache import BlockCache
 from datakit.store.token_store import TokenStore
 from datakit.stream.arguments import sample_numbers, stores_of, whole_number
@@ -32,7 +30,7 @@ from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.epochs import Epochs
 from datakit.stream.gather import gather
 from datakit.stream.mixture import Change, Mixture, Segment, segment_of, weight_of
-from datakit.stream.row_pieces import CutRows, ShardTable, packed_spans, plain_spans
+from datakit.stream.row_pieces import CutRows, ShardTable, plain_spans, row_spans
 from datakit.stream.sources import Sources
 from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError, quoted
@@ -72,7 +70,7 @@ class Blend:
         named: dict[str, Any] = {"seq_length": seq_length, "seed": seed, "block_tokens": block_tokens}
         self._maker = partial(Blend, list(zip(stores, segments[0].weights or ())), later=segments[1:], **named)
         if block_tokens:
-            made = replace(made, stores=tuple(map(self._in_blocks, made.stores, made.seq_lengths)))
+            made = made.in_stretches_of([self._block_rows(length) * length for length in made.seq_lengths])
         rows = [store.num_rows(length) for store, length in zip(made.stores, made.seq_lengths)]
         self._take(made, mixture, rows, seed, DocumentMasks(stores, segments, made))
         self._check_rows()
@@ -95,6 +93,7 @@ class Blend:
         self._check_packings()
         self._names = [store.fingerprint for store in self.stores]
         self._is_packed = self.stores[0].packing != "concat"
+        self._is_contiguous = all(store.rows.is_contiguous for store in self.stores)
         self._is_plain = not self._masks and not self._is_packed
         self._digests: dict[int, str] = {}
 
@@ -109,7 +108,12 @@ class Blend:
     @cached_property
     def caches(self) -> tuple[BlockCache, ...]:
         """The caches that its remote stores are read through."""
-        return tuple({store.cache: None for store in self.stores if isinstance(store, RemoteStore)})
+        return tuple({store.cache: None for store in self.stores if store.cache is not None})
+
+    @property
+    def notes(self) -> list[str]:
+        """What is fetched before the first sample, a line each."""
+        return []
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -206,9 +210,9 @@ class Blend:
     def _spans(self, sources: Int64s, starts: Int64s) -> Int64s:
         """Return the tokens that rows of one length read, which begin at addresses `starts`: as ShardTable.cut's."""
         seq_length = self._seq_lengths[sources[0]]
-        if self._is_packed:
-            return packed_spans(self.stores, sources.tolist(), (starts // seq_length).tolist())
-        return plain_spans(sources, starts, seq_length)
+        if self._is_contiguous:
+            return plain_spans(sources, starts, seq_length)
+        return row_spans(self.stores, sources.tolist(), (starts // seq_length).tolist(), seq_length)
 
     def samples_of(self, source: int, rows: npt.ArrayLike, num_samples: int) -> Int64s:
         """Return which of the stream's first samples are these rows of a store, in order: `addresses` inverted."""
@@ -278,12 +282,6 @@ class Blend:
     def _block_rows(self, seq_length: int) -> int:
         """Return how many rows of a length a block has."""
         return max(1, self._block_tokens // seq_length)
-
-    def _in_blocks(self, store: TokenStore, seq_length: int) -> TokenStore:
-        """Return a store, if it is remote as one that is fetched in the blocks that come after each other."""
-        if not isinstance(store, RemoteStore) or store.packing != "concat":
-            return store
-        return store.in_stretches_of(self._block_rows(seq_length) * seq_length)
 
     @property
     def _change_hint(self) -> str:

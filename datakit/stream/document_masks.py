@@ -14,9 +14,7 @@ import orjson
 import xxhash
 
 from datakit.format.shard import Int64s
-from datakit.packing.packed_store import PackedStore
 from datakit.store.token_store import TokenStore
-from datakit.stream.gone_store import GoneStore
 from datakit.stream.mixture import Segment
 from datakit.stream.sources import Sources
 from threefold.errors import UserError, quoted
@@ -71,11 +69,12 @@ class DocumentMasks:
                     mask[place + max(begin - label, 0) : place + min(stop - label, size)] = 0
 
     def _labels(self, source: int, start: int) -> list[tuple[int, int, int]]:
-        """Return the runs of labels in a row: position, address and number of each; one, or one a packed document."""
-        store, seq_length = self._sources.stores[source], self._seq_lengths[source]
-        if not isinstance(store, PackedStore):
-            return [(0, start + 1, seq_length)]
-        pieces = store.pieces(start // seq_length)
+        """Return the runs of labels in a row: position, address and number of each; one, or one a packed document.
+
+        That of a row that is not packed has one more, of the label's label, which is beyond the mask.
+        """
+        seq_length = self._seq_lengths[source]
+        pieces = self._sources.stores[source].rows.pieces(start // seq_length, seq_length)
         ends = accumulate(piece.size for piece in pieces)
         return [(end - piece.size, piece.start + 1, piece.size) for piece, end in zip(pieces, ends)]
 
@@ -84,7 +83,7 @@ class DocumentMasks:
         found: dict[int, list[tuple[int, int]]] = {}
         for source, number in sorted(set(documents)):
             store = self._stores[source]
-            if isinstance(store, GoneStore):  # nothing of it is read
+            if store.shards.is_gone:  # nothing of it is read
                 continue
             if not 0 <= number < store.num_documents:
                 raise UserError(

@@ -2,7 +2,7 @@
 
 Which store a sample is of is the greedy choice of BlendedDataset: the first store whose weight * n - (its samples so
 far) is largest. That has no formula, so the choices are kept, 2 bytes a sample, with counts at each some thousandth;
-they are made at first use. Which row it is, MegatronStore says. The order has an end, and no segments change it.
+they are made at first use. Which row it is, MegatronRows says. The order has an end, and no segments change it.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
 from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.megatron_order import MAX_SEED, MAX_SOURCES, MegatronOrder, normalized
-from datakit.stream.megatron_store import MegatronStore
+from datakit.stream.megatron_rows import MegatronChoice, MegatronRows
 from datakit.stream.mixture import Mixture, Segment
 from datakit.stream.native import megatron_library
 from datakit.stream.sources import Sources
@@ -129,35 +129,35 @@ class MegatronBlend(Blend):
         sizes, size = order.sizes(weights) if weights else ([None] * len(stores), order.num_samples)
         if not weights and len(stores) == 1:
             sizes = [size]
-        made = [
-            MegatronStore.of(store, order, number, seq_length=seq_length, seed=seed)
-            for store, number in zip(stores, sizes)
-        ]
-        self._made, num_rows = made, [store.epochs.num_rows for store in made]
+        self._given, self._made = list(stores), list[MegatronRows]()
+        for store, number in zip(stores, sizes):
+            if store.packing != "concat":
+                what = f"{store.place} is packed by {store.packing}, and the order of Megatron cuts rows itself"
+                raise UserError(what, hint='packing = "concat"')
+            self._made.append(MegatronChoice(order, number, seq_length, seed).bound(store.shards))
+        num_rows = [rows.epochs.num_rows for rows in self._made]
         if not weights:
             size = num_rows[0] if len(stores) == 1 else min(size, sum(num_rows))
         if size <= order.start_sample:
             raise UserError(f"the order has {size} samples, and none to start at, {order.start_sample}")
         shares = normalized(weights) if weights else num_rows  # which the mixture rounds once more, as the peer does
         mixture = GreedyMixture(shares, num_rows, size, order.start_sample)
+        made = [TokenStore(store.shards, rows) for store, rows in zip(stores, self._made)]
         sources = Sources.of(made, mixture.segments, seq_length)
-        rows = [(store.num_tokens_read - 1) // seq_length for store in made]
-        self._take(sources, mixture, rows, seed, DocumentMasks(made, (), sources))
+        epoch_rows = [(rows.num_tokens_read - 1) // seq_length for rows in self._made]
+        self._take(sources, mixture, epoch_rows, seed, DocumentMasks(made, (), sources))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the stores' paths and what was asked for."""
-        stores = [TokenStore(store.path, store.manifest) for store in self._made]
         again = partial(
-            MegatronBlend, stores, self._weights, seq_length=self.seq_length, seed=self.seed, order=self.order
+            MegatronBlend, self._given, self._weights, seq_length=self.seq_length, seed=self.seed, order=self.order
         )
         return again, ()
 
     @cached_property
     def record(self) -> StreamRecord:
         """What a run records of its stream: its sources with the rows of an epoch, their weights, the order."""
-        sources = [
-            Source(str(store.path), store.fingerprint, rows) for store, rows in zip(self._made, self.rows.tolist())
-        ]
+        sources = [Source(store.place, store.fingerprint, rows) for store, rows in zip(self.stores, self.rows.tolist())]
         return StreamRecord.of(sources, self.segments, {}, self.order.to_json(), orders_copies=False)
 
     def following(self, cursor: Cursor, report: Callable[[str], None] = warnings.warn) -> Blend:
@@ -170,31 +170,31 @@ class MegatronBlend(Blend):
         if cursor.num_samples > self.mixture.max_samples:
             raise UserError(f"the order has {self.mixture.max_samples} samples, and {cursor.num_samples} are read")
 
-    def _spans(self, sources: Int64s, starts: Int64s) -> Int64s:
-        """Return the tokens that rows read, which begin at addresses `starts`: as ShardTable.cut's."""
-        rows = enumerate(zip(sources.tolist(), (starts // self.seq_length).tolist()))
-        spans = [
-            (row, source, begin, stop - begin, 0)
-            for row, (source, number) in rows
-            for begin, stop in self._made[source].row_spans(number, self.seq_length)
+    @property
+    def notes(self) -> list[str]:
+        """What is fetched before the first sample: where the documents of stores behind URLs are."""
+        return [
+            f"the places of all {store.num_documents:,} documents of {store.place}, for the order of Megatron: "
+            f"{shards.places_bytes:,} bytes of the cache {shards.cache.place}"
+            for store in self.stores
+            if (shards := store.shards.cached)
         ]
-        return np.array(spans, np.int64)
 
     def samples_of(self, source: int, rows: npt.ArrayLike, num_samples: int) -> Int64s:
         """Return which of the stream's first samples are these rows of a store, in order: `addresses` inverted."""
         num_read = int(self.mixture.positions(num_samples)[source])
-        read = self._made[source].rows[:num_read]
+        read = self._made[source].row_order[:num_read]
         found = [self.mixture.sample_of(source, number) for number in np.flatnonzero(np.isin(read, rows)).tolist()]
         return np.sort(np.array([sample for sample in found if sample is not None], np.int64))
 
     def rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
         """Return the rows that are the `numbers` of some sources."""
-        rows = [int(self._made[source].rows[number]) for source, number in zip(sources.tolist(), numbers.tolist())]
+        rows = [int(self._made[source].row_order[number]) for source, number in zip(sources.tolist(), numbers.tolist())]
         return np.array(rows, np.int64)
 
     @cached_property
     def _changes(self) -> list[tuple[int, str, list[Any]]]:
-        parts = [[store.fingerprint for store in self._made], list(self._weights), self.order.to_json()]
+        parts = [[store.fingerprint for store in self.stores], list(self._weights), self.order.to_json()]
         return [(0, "the order begins", parts)]
 
     @property

@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from datakit.format.shard import Int64s
-from datakit.remote.remote_store import Block, RemoteStore
+from datakit.shards.cached_shards import Block, CachedShards
 from datakit.stream.blend import Blend
 from datakit.stream.fetch_threads import FetchThreads
 from datakit.stream.making_thread import end_with_program, in_background
@@ -138,7 +138,7 @@ class ReadAhead:
             if not self._num_needing[block]:
                 del self._num_needing[block]
                 self._ahead_bytes -= block.size_bytes
-                block.store.cache.needed.discard(block.name)
+                block.shards.cache.needed.discard(block.name)
                 if is_stretch:  # others were not mapped ahead, and nothing would take them off the list
                     self._to_unmap.append(block)
 
@@ -184,10 +184,13 @@ class ReadAhead:
                 ahead_bytes, num_yielded = ahead_bytes - num_bytes, num_yielded + 1
                 yield rows
 
+    def _cached(self, source: int) -> CachedShards | None:
+        return self._blend.stores[source].shards.cached
+
     def _remote_shards(self, rows: CutRows | None) -> set[tuple[int, int]]:
         if rows is None:
             return set()
-        return {place for place in rows.shards if isinstance(self._blend.stores[place[0]], RemoteStore)}
+        return {place for place in rows.shards if self._cached(place[0])}
 
     def _admit(self, steps: Sequence[_Step]) -> None:
         """Wait for room for what steps read, and let it be fetched."""
@@ -217,7 +220,7 @@ class ReadAhead:
             for run in _runs([new[place] for place in sorted(new)], self._run_bytes):
                 self._to_fetch.append((self._admitted_bytes, run))
                 for block in run:
-                    block.store.cache.needed.add(block.name)
+                    block.shards.cache.needed.add(block.name)
                     self._ahead_bytes += block.size_bytes
                     self._admitted_bytes += block.size_bytes
             self._fetch_more()
@@ -232,17 +235,18 @@ class ReadAhead:
         for in_stretches in (True, False):
             found.clear()
             for slot, (source, shard) in enumerate(rows.shards):
-                store, inside = self._blend.stores[source], slots == slot
-                if isinstance(store, RemoteStore):
-                    is_stretch = in_stretches and store.stretch_tokens > 0
-                    numbers = (
-                        store.stretches(shard, starts[inside])
-                        if is_stretch
-                        else store.blocks(shard, starts[inside], stops[inside])
-                    )
-                    for number in numbers:
-                        place = source, shard, is_stretch, number
-                        found[place] = known.get(place) or _part(store, shard, is_stretch, number)
+                shards, inside = self._cached(source), slots == slot
+                if shards is None:
+                    continue
+                is_stretch = in_stretches and shards.stretch_tokens > 0
+                numbers = (
+                    shards.stretches(shard, starts[inside])
+                    if is_stretch
+                    else shards.blocks(shard, starts[inside], stops[inside])
+                )
+                for number in numbers:
+                    place = source, shard, is_stretch, number
+                    found[place] = known.get(place) or _part(shards, shard, is_stretch, number)
             if sum(part.size_bytes for part in found.values()) <= self._most_bytes // 2:
                 break
         return found
@@ -260,10 +264,10 @@ class ReadAhead:
                 blocks = self._to_map.popleft()[1] if self._must_map() else []
                 over, self._to_unmap = self._to_unmap, []
             for block in over:
-                block.store.unmap(block)
-            for store, of_store in groupby(blocks, lambda block: block.store):
+                block.shards.unmap(block)
+            for shards, of_shards in groupby(blocks, lambda block: block.shards):
                 with suppress(UserError):
-                    store.map_blocks(of_store)
+                    shards.map_blocks(of_shards)
 
     def _must_map(self) -> bool:
         """Return whether there are blocks to map for a step that is made soon."""
@@ -297,25 +301,25 @@ class ReadAhead:
             self._threads.want(partial(self._fetch, run))
 
     def _fetch(self, run: list[Block]) -> None:
-        if any(block.name in block.store.cache.needed for block in run):  # it may be over by now
+        if any(block.name in block.shards.cache.needed for block in run):  # it may be over by now
             with suppress(UserError):
-                run[0].store.fetch_run(run)
+                run[0].shards.fetch_run(run)
         with self._changed:
             self._num_fetching -= 1
             self._fetch_more()
 
     def _open_shard(self, source: int, shard: int) -> None:
-        store = self._blend.stores[source]
-        assert isinstance(store, RemoteStore), "others are open"
+        shards = self._cached(source)
+        assert shards is not None, "others are open"
         with suppress(UserError):
-            store.open_tokens(shard)
+            shards.open_tokens(shard)
         with self._changed:
             self._open.add((source, shard))
             self._let_plan()
 
 
-def _part(store: RemoteStore, shard: int, is_stretch: bool, number: int) -> _Part:
-    blocks = store.blocks_of_stretch(shard, number) if is_stretch else [store.block(shard, number)]
+def _part(shards: CachedShards, shard: int, is_stretch: bool, number: int) -> _Part:
+    blocks = shards.blocks_of_stretch(shard, number) if is_stretch else [shards.block(shard, number)]
     return _Part(blocks, sum(block.size_bytes for block in blocks))
 
 
@@ -323,7 +327,11 @@ def _runs(blocks: Iterable[Block], most_bytes: int) -> Iterator[list[Block]]:
     """Yield blocks in stretches of a shard, one block or `most_bytes` at most; they are sorted."""
     run: list[Block] = []
     for block in blocks:
-        follows = run and (block.store, block.shard, block.number) == (run[-1].store, run[-1].shard, run[-1].number + 1)
+        follows = run and (block.shards, block.shard, block.number) == (
+            run[-1].shards,
+            run[-1].shard,
+            run[-1].number + 1,
+        )
         if run and (not follows or sum(each.size_bytes for each in run) + block.size_bytes > most_bytes):
             yield run
             run = []

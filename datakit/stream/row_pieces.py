@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from datakit.format.shard import Int64s
-from datakit.packing.packed_store import PackedStore
 from datakit.store.token_store import TokenStore
-from datakit.stream.gone_store import GoneStore
 from datakit.stream.native import address_of, stream_library
 from datakit.stream.staging import stage
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, quoted
 
 ROW, STORE, START, NUM_TOKENS, GOES_ON = range(5)  # the columns of spans, each a dk_span
 _, _TOKENS, _COUNT, _ITEMSIZE, _GOES_ON = range(5)  # and of pieces, each a dk_piece
@@ -78,6 +76,7 @@ class ShardTable:
     def __init__(self, stores: Sequence[TokenStore]) -> None:
         """Take the stores of a blend, or some of them."""
         self._stores, self.is_cold, self._num_unseen = stores, False, _HOT_PIECES
+        self._shards = [store.shards for store in stores]
         self._starts = [array("q", store.token_starts) for store in stores]
         rows = [(each.buffer_info()[0], len(each) - 1, store.itemsize) for each, store in zip(self._starts, stores)]
         self._native = np.array(rows, np.int64)
@@ -110,19 +109,20 @@ class ShardTable:
 
     def _damaged(self, row: int, source: int, start: int, num_tokens: int, goes_on: int) -> CheckFailed:
         store = self._stores[source]
-        assert isinstance(store, PackedStore), f"row {row} has tokens of {store.place} from {start} on"
+        assert store.rows.place, f"row {row} has tokens of {store.place} from {start} on"
         what = f"has {num_tokens} tokens from token {start} on, which are not in one shard"
         if not 0 <= start < store.num_tokens:
             what = f"has token {start} of {store.num_tokens}"
-        return store.index.damaged(f"one of its rows {what}")
+        folder = store.rows.place
+        return CheckFailed(f"{folder} is damaged: one of its rows {what}", hint=f"datakit verify {quoted(folder)}")
 
     def place(self, rows: CutRows) -> RowPieces:
-        """Return the pieces of rows, after what is not mapped was read; errors as of TokenStore.shard and `stage`."""
+        """Return the pieces of rows, after what is not mapped was read; errors as of Shards.shard and `stage`."""
         pieces, held, begins = self._in_mapped(rows)
         self.is_cold = self._ask_ahead(pieces, held, begins)
         if None in held:
             is_read = begins == 0
-            shards = [(self._stores[source], number) for source, number in rows.shards]
+            shards = [(self._shards[source], number) for source, number in rows.shards]
             pieces[is_read, _TOKENS], others = stage(shards, rows.ranges()[is_read])
             held += others
         return RowPieces(pieces, held)
@@ -133,8 +133,8 @@ class ShardTable:
 
     def _in_mapped(self, rows: CutRows) -> tuple[Int64s, list[Any], Int64s]:
         """Return the pieces of rows in mapped shards, these, None for others, and where the shard of each begins."""
-        stores = [(self._stores[source], number) for source, number in rows.shards]
-        held: list[Any] = [store.shard(number) if store.is_mapped else None for store, number in stores]
+        places = [(self._shards[source], number) for source, number in rows.shards]
+        held: list[Any] = [shards.shard(number) if shards.is_mapped else None for shards, number in places]
         begins = np.array([0 if shard is None else shard.address for shard in held], np.int64)[rows.slots]
         pieces = rows.pieces.copy()  # as they may be placed again
         pieces[:, _TOKENS] += begins
@@ -157,13 +157,12 @@ def plain_spans(sources: Int64s, starts: Int64s, seq_length: int) -> Int64s:
     return spans
 
 
-def packed_spans(stores: Sequence[TokenStore], sources: Sequence[int], rows: Sequence[int]) -> Int64s:
-    """Return the pieces of documents that packed rows of some of the stores hold: spans, [pieces, 5]."""
-    found = []
-    for number, (source, row) in enumerate(zip(sources, rows)):
-        store = stores[source]
-        if isinstance(store, GoneStore):
-            store.refuse()
-        assert isinstance(store, PackedStore), "a blend's stores are all packed or none"
-        found += [(number, source, piece.start, piece.size, piece.goes_on) for piece in store.pieces(row)]
+def row_spans(stores: Sequence[TokenStore], sources: Sequence[int], rows: Sequence[int], seq_length: int) -> Int64s:
+    """Return the pieces that rows of some of the stores read: spans, [pieces, 5]."""
+    places = enumerate(zip(sources, rows))
+    found = [
+        (number, source, *piece)
+        for number, (source, row) in places
+        for piece in stores[source].rows.pieces(row, seq_length)
+    ]
     return np.array(found, np.int64)

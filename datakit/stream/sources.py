@@ -58,6 +58,15 @@ class Sources:
         owners, era_of = [store for _, store in found], [era for era, _ in found]
         return cls(tuple(opened), tuple(owners), tuple(era_of), tuple(segments), tuple(begins), tuple(lengths))
 
+    def in_stretches_of(self, sizes: Sequence[int]) -> "Sources":
+        """Return them with stores of which stretches of so many tokens are fetched together, if they are and can be."""
+        packed = [store.packing != "concat" for store in self.stores]
+        found = [
+            store if is_packed else store.in_stretches_of(size)
+            for store, size, is_packed in zip(self.stores, sizes, packed)
+        ]
+        return replace(self, stores=tuple(found))
+
     @property
     def seq_lengths(self) -> list[int]:
         """The tokens of each source's rows."""

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from datakit.format.shard import Int64s
-from datakit.remote.remote_store import MAPPED_PART, RemoteStore
 from datakit.shards import shard_tokens
+from datakit.shards.cached_shards import MAPPED_PART, CachedShards
 from datakit.shards.shard_file import OPEN_FILES, FilePiece
-from datakit.store.token_store import TokenStore
+from datakit.shards.shards import Shards
 from datakit.stream.batch import Bytes
 from datakit.stream.native import address_of, stream_library
 from threefold.errors import CheckFailed, StorageError, quoted
@@ -31,24 +31,24 @@ Bools = npt.NDArray[np.bool_]
 _FILE_BITS = 44  # of a place in a file; a batch's shards have the rest of 63
 
 
-def stage(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Int64s, list[Any]]:
+def stage(shards: Sequence[tuple[Shards, int]], ranges: Int64s) -> tuple[Int64s, list[Any]]:
     """Return where ranges of unmapped shards are in memory, and what keeps them there; they are as `plan` takes them.
 
     StorageError or CheckFailed that names a file that fails.
     """
     addresses, held = np.zeros(len(ranges), np.int64), list[Any]()
     sizes = np.bincount(ranges[:, 0], ranges[:, 2] - ranges[:, 1])
-    remote = list[tuple[RemoteStore, int, Bools]]()
+    remote = list[tuple[CachedShards, int, Bools]]()
     for slot in np.flatnonzero(sizes * MAPPED_PART >= shard_tokens.BLOCK_BYTES).tolist():
-        store, number = shards[slot]
-        if isinstance(store, RemoteStore):
-            remote.append((store, number, ranges[:, 0] == slot))
-    for cache in {store.cache for store, _, _ in remote if not store.cache.is_used}:
-        of_cache = [each for each in remote if each[0].cache is cache]
-        of_blocks = [store.sizes_to_map(number, *ranges[inside, 1:].T) for store, number, inside in of_cache]
+        of_store, number = shards[slot]
+        if of_store.cached is not None:
+            remote.append((of_store.cached, number, ranges[:, 0] == slot))
+    for cache in {cached.cache for cached, _, _ in remote if not cached.cache.is_used}:
+        of_cache = [read for read in remote if read[0].cache is cache]
+        of_blocks = [cached.sizes_to_map(number, *ranges[inside, 1:].T) for cached, number, inside in of_cache]
         cache.check_step(np.concatenate(of_blocks))
-    for store, number, inside in remote:
-        found = store.mapped(number, *ranges[inside, 1:].T)
+    for cached, number, inside in remote:
+        found = cached.mapped(number, *ranges[inside, 1:].T)
         if found:
             addresses[inside] = found[0]
             held += found[1]
@@ -59,7 +59,7 @@ def stage(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Int
     return addresses, held
 
 
-def _read(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Bytes, Int64s]:
+def _read(shards: Sequence[tuple[Shards, int]], ranges: Int64s) -> tuple[Bytes, Int64s]:
     """Return a buffer that holds ranges of shards' files, and the address of each."""
     runs, places = plan(ranges)
     buffer = np.empty(runs[-1, 2:].sum(), np.uint8)
@@ -90,12 +90,12 @@ def plan(ranges: Int64s) -> tuple[Int64s, Int64s]:
     return np.stack([firsts >> _FILE_BITS, firsts & (1 << _FILE_BITS) - 1, sizes, targets], axis=1), places
 
 
-def _groups(runs: Iterable[tuple[TokenStore, int, int, int, int]]) -> Iterator[list[tuple[FilePiece, int]]]:
+def _groups(runs: Iterable[tuple[Shards, int, int, int, int]]) -> Iterator[list[tuple[FilePiece, int]]]:
     """Yield pieces of files, each with its byte of the buffer: those of MAX_FILES files or fewer at a time."""
     group: list[tuple[FilePiece, int]] = []
     files, most = set[int](), min(MAX_FILES, OPEN_FILES.most)
-    for store, shard, start, size, place in runs:
-        for piece in store.file_pieces(shard, start, start + size):
+    for shards, shard, start, size, place in runs:
+        for piece in shards.file_pieces(shard, start, start + size):
             if len(files) == most and id(piece.file) not in files:
                 yield group
                 group, files = [], set[int]()

@@ -71,34 +71,34 @@ class BlendConfig:
         if self.indices and self.packing == "concat":
             text = f"{table}.indices are of packed rows, and {table}.packing is concat"
             found.append(({f"{table}.indices", f"{table}.packing"}, text))
-        remote = [path for path in self.stores if "://" in path]
+        remote = [path for path in self.places if "://" in path]
         if remote and not self.cache:
             text = f"{remote[0]} is read through a local folder, and {table}.cache names none"
             found.append(({f"{table}.cache", f"{table}.stores"}, f"{text}: --{table}.cache /local/cache"))
+        given = [name for name in ("cache", "cache_mib") if getattr(self, name) != getattr(BlendConfig(), name)]
+        for name in given if self.places and not remote else ():
+            text = f"{table}.{name} is for stores behind URLs, and none of {table}.stores is: leave it out"
+            found.append(({f"{table}.{name}", f"{table}.stores"}, text))
         return found
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The paths and URLs of all stores that are named."""
+        return self.stores
 
     def open_store(self, number: int, path: str, seq_length: int) -> "TokenStore":
         """Return a store, whose rows are as `packing` says; those that join later keep their index in themselves."""
-        from datakit.packing.packed_store import open_store
-        from datakit.remote.packed_remote_store import PackedRemoteStore
-        from datakit.remote.remote_store import RemoteStore
+        from datakit.packing.packed_rows import Packing
+        from datakit.store.token_store import TokenStore
 
         index = self.indices[number] if number < len(self.indices) else None
+        rows = None if self.packing == "concat" else Packing(self.packing, seq_length, index)
         if "://" in path:
             if not self.cache:
                 what = "no data.cache is named to read it through"
                 raise UserError(f"{path} is not a local folder: {what}", hint="--data.cache /local/cache")
-            if self.packing == "concat":
-                return RemoteStore.at(path, cache=self.cache, cache_mib=self.cache_mib)
-            return PackedRemoteStore.packed_at(
-                path,
-                packing=self.packing,
-                seq_length=seq_length,
-                cache=self.cache,
-                cache_mib=self.cache_mib,
-                index=index,
-            )
-        return open_store(path, packing=self.packing, seq_length=seq_length, index=index, reading=self.reading)
+            return TokenStore.open(path, cache=self.cache, cache_mib=self.cache_mib, rows=rows)
+        return TokenStore.open(path, reading=self.reading, rows=rows)
 
     def tokenizer_of(self, path: str) -> "TokenizerIdentity":
         """Return what made a store of this table; errors as of TokenStore.open."""
@@ -161,6 +161,11 @@ class StreamConfig(BlendConfig):
     start_sample: int = option(0, "megatron: the sample of the order at which the run begins", minimum=0)
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """The paths and URLs of all stores that are named, of those that join later too."""
+        return (*self.stores, *(path for later in self.mixture for path in later.add))
+
+    @property
     def plan(self) -> Plan:
         """The sources of the stream and their weights, of a table without faults."""
         return plan(self.stores, self.weights, self.mixture, "data")[0]
@@ -207,7 +212,6 @@ class StreamConfig(BlendConfig):
         BlendConfig, and for a store that is gone and still read.
         """
         from datakit.stream.blend import Blend
-        from datakit.stream.gone_store import GoneStore
         from datakit.stream.stream_record import Recorded
 
         self.check(table)
@@ -223,7 +227,7 @@ class StreamConfig(BlendConfig):
         blend = Blend(sources, later=later, seq_length=size, seed=steps.seed, block_tokens=block_tokens)
         if not is_draft:
             blend.sources.check_steps(known.num_samples, steps.global_batch_size)
-        gone = [number for number, store in enumerate(blend.stores) if isinstance(store, GoneStore)]
+        gone = [number for number, store in enumerate(blend.stores) if store.shards.is_gone]
         for number in gone if not is_draft else ():
             sample = blend.mixture.reads_from(number, known.num_samples)
             if sample is not None:
@@ -264,17 +268,16 @@ class StreamConfig(BlendConfig):
         return self._blend_of(MegatronOrder(num_samples, split, surplus, part="valid"), steps)
 
     def _blend_of(self, order: "MegatronOrder", steps: StepConfig) -> "Blend":
-        from datakit.store.token_store import TokenStore
         from datakit.stream.megatron_blend import MegatronBlend
 
-        stores = [TokenStore.open(path, reading=self.reading) for path in self.stores]
+        stores = [self.open_store(number, path, steps.seq_length) for number, path in enumerate(self.stores)]
         return MegatronBlend(stores, self.weights, seq_length=steps.seq_length, seed=steps.seed, order=order)
 
     def _store(
         self, number: int, found: Plan, recorded: "Recorded", steps: StepConfig, *, is_draft: bool
     ) -> "TokenStore":
         """Return an open store, or what is known of it if its folder is gone."""
-        from datakit.stream.gone_store import GoneStore
+        from datakit.stream.recorded_rows import gone_store
 
         path = found.sources[number]
         rows = recorded.rows(path, steps.seq_length)
@@ -286,7 +289,7 @@ class StreamConfig(BlendConfig):
                 f"the token store {path} is gone, and nothing here says how much of it was read",
                 hint="a checkpoint of the run does: resume it, or --recorded RUN/step-000000100/root.json for datakit",
             )
-        return GoneStore(Path(path), rows, self.packing, seq_length)
+        return gone_store(path, rows, self.packing, seq_length)
 
     @property
     def batch_options(self) -> "BatchOptions":
@@ -299,7 +302,7 @@ class StreamConfig(BlendConfig):
 
 
 def _is_there(path: str) -> bool:
-    from datakit.remote.remote_store import is_store
+    from datakit.shards.store_source import is_store
 
     return is_store(path) if "://" in path else os.path.exists(path)
 

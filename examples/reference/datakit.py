@@ -50,17 +50,25 @@ print(shard.num_tokens, shard.document(0)[:8])  # views of the mapped file, not 
 origin = store.origin(17)
 print(f"{origin.path}, line {origin.line}, byte {origin.offset_bytes}")
 
-# %% PackedStore
-from datakit import PackedStore, pack
+# %% Packing
+from datakit import Packing, pack
 
 pack("store", seq_length=64, packing="best_fit")
-packed = PackedStore.of("store", packing="best_fit", seq_length=64)
+packed = TokenStore.open("store", rows=Packing("best_fit", seq_length=64))
 print(packed.num_rows(64), "rows, no document cut that fits into one")
+
+url = Path("store").absolute().as_uri()  # or s3://bucket/store
+remote = TokenStore.open(url, cache="cache", rows=Packing("best_fit", seq_length=64))
+assert remote.fingerprint == packed.fingerprint
+
+# %% PackedStore
+from datakit import PackedStore
+
+assert PackedStore.of("store", packing="best_fit", seq_length=64).fingerprint == packed.fingerprint
 
 # %% RemoteStore
 from datakit import RemoteStore
 
-url = Path("store").absolute().as_uri()  # or s3://bucket/store
 remote = RemoteStore.at(url, cache="cache")
 assert (remote.document(17) == store.document(17)).all()
 

@@ -229,7 +229,10 @@ def test_a_url_is_named_as_it_was_given_where_a_local_store_is_needed(
     cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("stats", "s3://bucket/x") == 2
-    expected = "error: s3://bucket/x is not a local folder\nhint: datakit unarchive s3://bucket/x --output STORE\n"
+    expected = (
+        "error: s3://bucket/x is not a local folder, and no cache is named to read it through\n"
+        "hint: datakit unarchive s3://bucket/x --output STORE\n"
+    )
     assert capsys.readouterr().err == expected
 
 

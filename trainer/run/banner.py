@@ -50,6 +50,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
             ),
         ),
         ("data", f"{sum(stored.values()):,} tokens in {', '.join(stored)}"),
+        *(("fetched", line) for line in blend.notes),
         ("device", f"{device_name(device)}, {train.precision}"),
     ]
     return facts + kept(tiers, config.checkpoint)

@@ -7,7 +7,7 @@ import orjson
 import pytest
 from hypothesis import given
 
-import datakit.store.token_store
+import datakit.shards.folder_shards
 from datakit import TokenStore, write_store
 from datakit.files.durable import FileDigest
 from datakit.format.manifest import Manifest
@@ -69,7 +69,7 @@ def test_of_many_shards_a_wrong_size_is_raised_by_a_read(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = write_store(tmp_path / "a", [[1, 2], [3], [4, 5]], vocab_size=100, shard_documents=1).manifest.shards[-1]
-    monkeypatch.setattr(datakit.store.token_store, "CHECKED_AT_ONCE", 2)
+    monkeypatch.setattr(datakit.shards.folder_shards, "CHECKED_AT_ONCE", 2)
     file = tmp_path / "a" / f"{last.name}.{suffix}"
     for content, error in ((file.read_bytes()[:-1], CheckFailed), (None, StorageError)):
         file.unlink() if content is None else file.write_bytes(content)
@@ -79,4 +79,4 @@ def test_of_many_shards_a_wrong_size_is_raised_by_a_read(
                 if thread.name == "datakit-sizes":
                     thread.join(60)
             with pytest.raises(error, match=file.name):
-                store.file_pieces(0, 0, 2) if reading == "pread" else store.shard(0)
+                store.shards.file_pieces(0, 0, 2) if reading == "pread" else store.shard(0)

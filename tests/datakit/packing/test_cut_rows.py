@@ -45,7 +45,10 @@ def test_every_token_and_loss_is_kept_once(
         whole = blend.batch(samples, BatchOptions(mask_eod_loss=True))
         out = np.full(blend.num_bytes((num_rows, seq_length), options), 0xAA, np.uint8) if in_memory else None
         cut = blend.batch(samples, options, out=out)
-        held = [sum(piece.size for piece in store.pieces(row)) for row in (blend.addresses(samples)[1] // seq_length)]
+        held = [
+            sum(piece.size for piece in store.rows.pieces(row, seq_length))
+            for row in (blend.addresses(samples)[1] // seq_length)
+        ]
         width = min(-(-max(held) // multiple) * multiple, seq_length)
         assert cut.shape == (num_rows, width)
         assert len(cut.buffer) == HostBatch.num_bytes(cut.shape)

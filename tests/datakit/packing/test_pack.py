@@ -58,7 +58,7 @@ def test_every_token_is_in_one_row_and_no_short_document_is_cut(
         _, again = pack(store.path, seq_length=seq_length, packing=packing, output=folder / "again")
     assert record == again
     packed = PackedStore.of(store.path, packing=packing, seq_length=seq_length)
-    rows = [packed.pieces(row) for row in range(packed.num_rows(seq_length))]
+    rows = [packed.rows.pieces(row, seq_length) for row in range(packed.num_rows(seq_length))]
     ends = set(np.cumsum(lengths).tolist())
     begins = {0, *ends}
     seen = []
@@ -166,14 +166,14 @@ def test_damage_is_named(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", [6, 2, 9])
     folder, _ = pack(store.path, seq_length=4)
 
-    def reopened() -> PackedStore:
+    def reopened() -> TokenStore:
         return PackedStore.of(store.path, packing="best_fit", seq_length=4)
 
     sound = files_of(folder)
     for name, content in (("ends.bin", bytes(40)), ("sizes.bin", bytes(24)), ("ends.bin", b"\x7f" * 40)):
         (folder / name).write_bytes(content)
         with pytest.raises(CheckFailed, match="row 0 has") as caught:
-            reopened().pieces(0)
+            reopened().rows.pieces(0, 4)
         assert caught.value.hint == f"datakit verify {folder}"
         (folder / name).write_bytes(sound[name])
     (folder / "starts.bin").write_bytes(sound["starts.bin"][:-1])

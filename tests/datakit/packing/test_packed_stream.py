@@ -32,7 +32,7 @@ LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=40).filter(any)
 PACKING = st.sampled_from(["best_fit", "pad"])
 
 
-def make_packed(folder: Path, lengths: list[int], seq_length: int, packing: str = "best_fit") -> PackedStore:
+def make_packed(folder: Path, lengths: list[int], seq_length: int, packing: str = "best_fit") -> TokenStore:
     make_store(folder, lengths, shard_documents=7)
     pack(folder, seq_length=seq_length, packing=packing)
     return PackedStore.of(folder, packing=packing, seq_length=seq_length)
@@ -185,9 +185,9 @@ def test_rows_of_two_kinds_and_damaged_rows_are_refused(tmp_path: Path) -> None:
         Blend([(packed, 1.0), (concat, 1.0)], seq_length=4)
     with pytest.raises(UserError, match="has rows of 4 tokens, not 8"):
         Blend([(packed, 1.0)], seq_length=8)
-    folder = packed.index.folder
+    folder = Path(packed.rows.place)
     for starts in (np.full(6, 17), np.full(6, -1), np.full(6, 15)):
         (folder / "starts.bin").write_bytes(starts.astype("<i8").tobytes())
         damaged = PackedStore.of(packed.path, packing="best_fit", seq_length=4)
         with pytest.raises(CheckFailed, match=r"is damaged: (row|one of its rows)"):
-            Blend([(damaged, 1.0)], seq_length=4).batch(np.arange(len(damaged.pieces(0)) and 5))
+            Blend([(damaged, 1.0)], seq_length=4).batch(np.arange(len(damaged.rows.pieces(0, 4)) and 5))

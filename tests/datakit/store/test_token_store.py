@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import datakit.shards.folder_shards
 import datakit.store.token_store
 from datakit import TokenShard, TokenStore, verify, write_store
 from datakit.format.manifest import FILE_NAME, Manifest
+from datakit.shards.folder_shards import FolderShards
 from threefold.errors import CheckFailed, StorageError, UserError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=9), min_size=1, max_size=30)
@@ -48,14 +50,14 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 
 
 def test_few_shards_of_all_stores_stay_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datakit.store.token_store.OPEN_SHARDS, "most", 3)
+    monkeypatch.setattr(datakit.shards.folder_shards.OPEN_SHARDS, "most", 3)
     stores = [
         write_store(tmp_path / name, [[i] for i in range(9)], vocab_size=100, shard_documents=1) for name in "abc"
     ]
     for _ in range(2):
         for store in stores:
             assert store.tokens(0, 9).tolist() == list(range(9))
-    assert [len(store._shards) for store in stores] == [0, 0, 3]
+    assert [len(store.shards._shards) for store in stores] == [0, 0, 3]
     maps = Path("/proc/self/maps").read_text()
     assert [maps.count(f"{tmp_path}/{name}/") for name in "abc"] == [0, 0, 6]
     del store, stores
@@ -73,7 +75,7 @@ blend = Blend([(TokenStore.open(path), 2), (TokenStore.open(path), 1)], seq_leng
 with Loader(blend, 70, 1) as loader:
     for _ in range(40):
         loader.next_step()
-assert sum(len(store._shards) for store in blend.stores) == 1400
+assert sum(len(store.shards._shards) for store in blend.stores) == 1400
 assert all(store.origin(number).line == 1 for store in blend.stores for number in range(0, 700, 7))
 assert len(os.listdir("/proc/self/fd")) == before, "a shard keeps a descriptor"
 for verb in (["verify", path], ["stats", path], ["merge", path, "--output", merged], ["diff", path, path]):
@@ -111,14 +113,14 @@ def test_where_no_file_can_be_opened_the_limit_is_named_not_damage(tmp_path: Pat
 
 def test_where_no_more_can_be_mapped_what_is_open_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write_store(tmp_path / "a", [[i] for i in range(9)], vocab_size=100, shard_documents=1)
-    opened = TokenStore._open_shard
+    opened = FolderShards._open_shard
 
-    def open_if_there_is_room(store: TokenStore, number: int) -> TokenShard:
-        if len(store._shards) >= 4:
+    def open_if_there_is_room(shards: FolderShards, number: int) -> TokenShard:
+        if len(shards._shards) >= 4:
             raise StorageError("cannot read") from OSError(errno.ENOMEM, "Cannot allocate memory")
-        return opened(store, number)
+        return opened(shards, number)
 
-    monkeypatch.setattr(TokenStore, "_open_shard", open_if_there_is_room)
+    monkeypatch.setattr(FolderShards, "_open_shard", open_if_there_is_room)
     assert store.tokens(0, 9).tolist() == list(range(9))
 
 

@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.datakit.shards.conftest import store
 from tests.datakit.support.data_loaders import end_kept
+
+__all__ = ["store"]
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datakit import Blend, Cursor, Loader, TokenStore, write_store
+from datakit.shards.folder_shards import FolderShards
 from threefold.errors import UserError
 
 L = 8
@@ -184,7 +185,7 @@ def test_no_samples(stores: list[TokenStore]) -> None:
 def test_stores_of_different_tokenizers_are_refused(stores: list[TokenStore]) -> None:
     def made_with(fingerprint: str, store: TokenStore) -> TokenStore:
         tokenizer = replace(store.manifest.tokenizer, fingerprint=fingerprint)
-        return TokenStore(store.path, replace(store.manifest, tokenizer=tokenizer))
+        return TokenStore(FolderShards(store.path, replace(store.manifest, tokenizer=tokenizer)))
 
     blend([stores[0], made_with("a", stores[1]), made_with("a", stores[2])], [1, 1, 1])  # what is not known may fit
     with pytest.raises(UserError, match=r"/401 was made with .* a, .*/83 with that of b"):

@@ -165,16 +165,16 @@ CUT_SHORT = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from datakit import BatchOptions, Blend, Loader, TokenStore, write_store
+from datakit import BatchOptions, Blend, Loader, Packing, TokenStore, write_store
 from datakit.cli import main
-from datakit.packing.packed_store import open_store
 from threefold.errors import StorageError
 
 folder, packing, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 write_store(folder, [np.arange(200) % 60 for _ in range(500)], vocab_size=61, eod_id=60)
 if packing != "concat":
     main(["pack", str(folder), "--seq-length", "64"])
-blend = Blend([(open_store(folder, packing=packing, seq_length=64), 1.0)], seq_length=64, seed=1)
+rows = None if packing == "concat" else Packing(packing, 64)
+blend = Blend([(TokenStore.open(folder, rows=rows), 1.0)], seq_length=64, seed=1)
 with Loader(blend, 64, 4) as loader:
     loader.next_step()
     for path in folder.rglob(what):

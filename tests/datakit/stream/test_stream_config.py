@@ -94,3 +94,40 @@ def test_the_order_of_megatron_is_opened_by_its_keys(tmp_path: Path, store: Toke
 def test_keys_that_the_order_of_megatron_refuses(tmp_path: Path, keys: str, fault: str) -> None:
     with pytest.raises(UserError, match=fault):
         read(tmp_path, f"[data]\nstores = ['a']\n{keys}\n")
+
+
+def test_the_order_of_megatron_is_read_from_a_url(tmp_path: Path, store: TokenStore) -> None:
+    rest = "order = 'megatron'\n[train]\nseq_length = 8\ntrain_steps = 3\nglobal_batch_size = 2\n"
+    near = read(tmp_path, f"[data]\nstores = ['{store.path}']\n{rest}").open()
+    text = f"[data]\nstores = ['file://{store.path}']\ncache = '{tmp_path}/cache'\n{rest}"
+    run = read(tmp_path, text)
+    far = run.open()
+    assert far.batch(range(6)).tokens.tolist() == near.batch(range(6)).tokens.tolist()
+    [cache] = far.caches
+    assert cache.bytes_added > store.num_tokens * store.itemsize, "tokens, indices and a column came through it"
+    column = f"{12 * store.num_documents:,} bytes of the cache {tmp_path}/cache"
+    assert far.notes == [
+        f"the places of all {store.num_documents} documents of file://{store.path}, for the order of Megatron: {column}"
+    ]
+    assert near.notes == []
+    valid = read(tmp_path, text, data__split="50,50").data.open_valid(run.train, 3)
+    [batch] = {tuple(valid.batch(range(3)).tokens.ravel().tolist())}
+    assert set(batch) <= set(store.tokens(0, store.num_tokens).tolist())
+    with pytest.raises(UserError, match=r"is read through a local folder, and data\.cache names none"):
+        read(tmp_path, f"[data]\nstores = ['file://{store.path}']\n{rest}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ("stores = ['a']\ncache = 'c'", "data.cache is for stores behind URLs, and none of data.stores is"),
+        ("stores = ['a']\ncache_mib = 7", "data.cache_mib is for stores behind URLs, and none of data.stores is"),
+        (
+            "stores = ['a']\n[[data.mixture]]\nfrom_sample = 4\nadd = {'s3://bucket/b' = 1.0}",
+            "s3://bucket/b is read through a local folder, and data.cache names none",
+        ),
+    ],
+)
+def test_a_cache_goes_with_urls(tmp_path: Path, keys: str, fault: str) -> None:
+    with pytest.raises(UserError, match=fault):
+        read(tmp_path, f"[data]\n{keys}\n")

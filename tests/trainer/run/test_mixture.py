@@ -205,3 +205,21 @@ def test_with_other_ranks_the_loss_is_that_of_one_process(folder: Path, tmp_path
     one, many = curve(folder / "one.jsonl"), curve(folder / "many.jsonl")
     assert list(many) == list(one) == list(range(1, 8))
     assert many == pytest.approx(one, rel=1e-10)
+
+
+def test_the_order_of_megatron_over_a_url_trains_as_from_a_folder(
+    folder: Path, batches: list[Batch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The validation part too, whose documents training never reads."""
+    order = (
+        "--data.order", "megatron", "--data.split", "80,20", "--data.valid.stores", "", "--data.valid.order",
+        "megatron", "--train.eval-interval", 2, "--train-steps", 2, "--train.global-batch-size", 4,
+    )  # fmt: skip
+    far = ("--data.stores", f"file://{folder}/train", "--data.cache", folder / "cache")
+    assert call("train", config(folder), *order, "--save", folder / "near") == 0
+    assert call("train", config(folder), *order, *far, "--save", folder / "run") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"the places of all 300 documents of file://{folder}/train, for the order of Megatron: 3,600 bytes" in said
+    assert [batch.tokens.tolist() for batch in batches[:2]] == [batch.tokens.tolist() for batch in batches[2:]]
+    assert len(curve(folder / "run" / "metrics.jsonl")) == 2
+    assert curve(folder / "run" / "metrics.jsonl") == curve(folder / "near" / "metrics.jsonl")

@@ -9,11 +9,11 @@ import pytest
 
 from datakit import Blend, RemoteStore, write_store
 from datakit.format.shard import Int64s
-from datakit.remote.remote_store import Block
 from datakit.shards import shard_tokens
+from datakit.shards.cached_shards import Block, CachedShards
 from datakit.stream import read_ahead
 from datakit.stream.read_ahead import ReadAhead
-from tests.datakit.remote.conftest import is_idle
+from tests.datakit.shards.conftest import is_idle
 from tests.datakit.support.waiting import wait_until
 
 NUM_STEPS = 20  # that are planned at a time
@@ -29,8 +29,8 @@ def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pyt
 
     def blocks_of(step: int) -> set[str]:
         [(_, start, stop)] = blend.cut([step]).ranges()
-        numbers = remote.blocks(0, np.array([start]), np.array([stop]))
-        return {remote.block(0, number).name for number in numbers}
+        numbers = remote.shards.blocks(0, np.array([start]), np.array([stop]))
+        return {remote.shards.block(0, number).name for number in numbers}
 
     def wait_for(step: int) -> None:
         wait_until(lambda: ahead.rows(step) is not None)
@@ -63,20 +63,20 @@ def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, m
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
     blend = Blend([(remote, 1.0)], seq_length=16, seed=1, block_tokens=256)
     runs, opened, opened_before, opened_by = list[list[Block]](), set[int](), list[bool](), set[str]()
-    fetch_run, open_tokens = RemoteStore.fetch_run, RemoteStore.open_tokens
+    fetch_run, open_tokens = CachedShards.fetch_run, CachedShards.open_tokens
 
-    def fetched(self: RemoteStore, run: list[Block]) -> None:
+    def fetched(self: CachedShards, run: list[Block]) -> None:
         runs.append(run)
         opened_before.append(run[0].shard in opened)
         fetch_run(self, run)
 
-    def opened_too(self: RemoteStore, number: int) -> None:
+    def opened_too(self: CachedShards, number: int) -> None:
         opened_by.add(threading.current_thread().name)
         open_tokens(self, number)
         opened.add(number)
 
-    monkeypatch.setattr(RemoteStore, "fetch_run", fetched)
-    monkeypatch.setattr(RemoteStore, "open_tokens", opened_too)
+    monkeypatch.setattr(CachedShards, "fetch_run", fetched)
+    monkeypatch.setattr(CachedShards, "open_tokens", opened_too)
     num_steps = int(blend.rows[0]) // 2
     ahead = ReadAhead(blend, lambda first: np.arange(first, first + 2), 0, 2)
     try:
@@ -121,7 +121,8 @@ def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkey
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
     remote.cache.mapped.most = 1000
     blend = Blend([(remote, 1.0)], seq_length=16, seed=1, block_tokens=64)
-    [opened] = [store for store in blend.stores if isinstance(store, RemoteStore)]
+    opened = blend.stores[0].shards.cached
+    assert opened is not None
 
     def is_mapped(step: int) -> bool:
         _, starts, stops = blend.cut(np.arange(4 * step, 4 * step + 4)).ranges().T

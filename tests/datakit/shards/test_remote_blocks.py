@@ -1,4 +1,4 @@
-"""The blocks of a RemoteStore: which hold what, where they end, which come together, and what of them is mapped."""
+"""The blocks of CachedShards: which hold what, where they end, which come together, and what of them is mapped."""
 
 import ctypes
 from bisect import bisect_right
@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit import RemoteStore, TokenStore
-from datakit.remote.remote_store import MAPPED_PART
-from tests.datakit.remote.conftest import BLOCK_BYTES
+from datakit import TokenStore
+from datakit.shards.cached_shards import MAPPED_PART, CachedShards
+from tests.datakit.shards.conftest import BLOCK_BYTES
 
 
 @given(data=st.data())
-def test_the_blocks_of_ranges_are_those_that_hold_their_bytes(remote: RemoteStore, data: st.DataObject) -> None:
+def test_the_blocks_of_ranges_are_those_that_hold_their_bytes(remote: CachedShards, data: st.DataObject) -> None:
     shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
     bounds = remote._tokens.get(shard, remote._open_tokens).bounds
     pairs = data.draw(st.lists(st.lists(st.integers(0, bounds[-1]), min_size=2, max_size=2, unique=True), max_size=5))
@@ -26,7 +26,7 @@ def test_the_blocks_of_ranges_are_those_that_hold_their_bytes(remote: RemoteStor
 
 
 @given(data=st.data())
-def test_ranges_are_in_mapped_blocks_if_these_are_read_enough(remote: RemoteStore, data: st.DataObject) -> None:
+def test_ranges_are_in_mapped_blocks_if_these_are_read_enough(remote: CachedShards, data: st.DataObject) -> None:
     shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
     bounds = remote._tokens.get(shard, remote._open_tokens).bounds
     pairs = data.draw(
@@ -48,7 +48,7 @@ def test_ranges_are_in_mapped_blocks_if_these_are_read_enough(remote: RemoteStor
 
 
 @given(data=st.data())
-def test_the_stretch_of_a_row_has_all_its_blocks(remote: RemoteStore, data: st.DataObject) -> None:
+def test_the_stretch_of_a_row_has_all_its_blocks(remote: CachedShards, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([300, 1000, 5000]))
     found, itemsize = remote.in_stretches_of(size), remote.itemsize
     shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
@@ -66,10 +66,10 @@ def test_the_stretch_of_a_row_has_all_its_blocks(remote: RemoteStore, data: st.D
 
 
 @pytest.mark.parametrize("stretch_tokens", [300, 1000, 5000])
-def test_blocks_end_where_stretches_do(store: TokenStore, remote: RemoteStore, stretch_tokens: int) -> None:
+def test_blocks_end_where_stretches_do(store: TokenStore, remote: CachedShards, stretch_tokens: int) -> None:
     """A stretch is fetched with no more than the documents at its ends, whose checksums are of the whole of them."""
     found = remote.in_stretches_of(stretch_tokens)
-    assert found.tokens(0, store.num_tokens).tolist() == store.tokens(0, store.num_tokens).tolist()
+    assert TokenStore(found).tokens(0, store.num_tokens).tolist() == store.tokens(0, store.num_tokens).tolist()
     for number, shard in enumerate(map(store.shard, range(len(store.manifest.shards)))):
         edges = found._tokens.get(number, found._open_tokens).edges
         starts, lengths = shard.index.pointers, shard.index.lengths.astype(np.int64)
@@ -84,7 +84,7 @@ def test_blocks_end_where_stretches_do(store: TokenStore, remote: RemoteStore, s
 
 
 def test_a_file_that_may_not_be_held_is_closed_by_no_other_reader(
-    remote: RemoteStore, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+    remote: CachedShards, store: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread reads the same block just after its file was opened."""
     expected = store.tokens(0, 8)

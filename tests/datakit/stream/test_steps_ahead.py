@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from datakit import Blend, HostBatch, Loader, RemoteStore, TokenStore, write_store
-from datakit.remote.remote_store import Block
 from datakit.shards import shard_tokens
+from datakit.shards.cached_shards import Block, CachedShards
 from datakit.shards.store_source import StoreSource
 from datakit.store.archiving import archive
 from datakit.stream import read_ahead
 from datakit.stream.loader import MOST_REMOTE_STEPS_AHEAD, REMOTE_STEPS_AHEAD
 from datakit.stream.read_ahead import ReadAhead
-from tests.datakit.remote.conftest import BLOCK_BYTES, is_idle
+from tests.datakit.shards.conftest import BLOCK_BYTES, is_idle
 from tests.datakit.support.waiting import wait_until
 from threefold.errors import CheckFailed
 
@@ -92,9 +92,9 @@ def test_requests_for_what_is_read_much_later_leave_room_for_others(
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=1)
     blend = Blend([(remote, 1.0)], seq_length=1 << 10, seed=1, block_tokens=1 << 14)
     lock, may_go, under_way, num_now = threading.Lock(), threading.Event(), list[int](), 0
-    fetch_run = RemoteStore.fetch_run
+    fetch_run = CachedShards.fetch_run
 
-    def counted(self: RemoteStore, run: list[Block]) -> None:
+    def counted(self: CachedShards, run: list[Block]) -> None:
         nonlocal num_now
         with lock:
             num_now += 1
@@ -104,7 +104,7 @@ def test_requests_for_what_is_read_much_later_leave_room_for_others(
         with lock:
             num_now -= 1
 
-    monkeypatch.setattr(RemoteStore, "fetch_run", counted)
+    monkeypatch.setattr(CachedShards, "fetch_run", counted)
     ahead = ReadAhead(blend, lambda first: np.arange(first, first + 16), 0, 16)
     try:
         wait_until(lambda: ahead._ahead_bytes > 0.9 * ahead._most_bytes)

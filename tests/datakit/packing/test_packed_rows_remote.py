@@ -8,7 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datakit import Blend, Loader, PackedRemoteStore, PackedStore, RunStream, blame, pack, where, write_store
+from datakit import (
+    Blend,
+    Loader,
+    PackedRemoteStore,
+    PackedStore,
+    RunStream,
+    TokenStore,
+    blame,
+    pack,
+    where,
+    write_store,
+)
 from datakit.reports.provenance import Passages
 from datakit.shards import shard_tokens
 from datakit.store.archiving import archive
@@ -29,7 +40,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> PackedStore:
+def store(tmp_path: Path) -> TokenStore:
     """Documents of all lengths in six shards, and the index in their folder."""
     rng = np.random.default_rng(3)
     documents = [rng.integers(0, 299, size) for size in (0, 300, 1, *rng.integers(0, 90, 200))]
@@ -38,16 +49,16 @@ def store(tmp_path: Path) -> PackedStore:
     return PackedStore.of(tmp_path / "s", packing="best_fit", seq_length=L)
 
 
-def opened(url: str, tmp_path: Path, **named: object) -> PackedRemoteStore:
+def opened(url: str, tmp_path: Path, **named: object) -> TokenStore:
     place = {"packing": "best_fit", "seq_length": L, "cache": str(tmp_path / "cache"), "cache_mib": 64}
     return PackedRemoteStore.packed_at(url, **(place | named))  # type: ignore[arg-type]
 
 
-def stream(store: PackedStore) -> Blend:
+def stream(store: TokenStore) -> Blend:
     return Blend([(store, 1.0)], seq_length=L, seed=1, block_tokens=4 * L)
 
 
-def assert_same(remote: PackedStore, local: PackedStore) -> None:
+def assert_same(remote: TokenStore, local: TokenStore) -> None:
     rows = range(2 * local.num_rows(L))
     found, expected = (stream(each).batch(rows) for each in (remote, local))
     for name in ARRAYS:
@@ -58,14 +69,14 @@ def assert_same(remote: PackedStore, local: PackedStore) -> None:
     assert where(stream(remote), 0, 1, 500).rows() == where(stream(local), 0, 1, 500).rows()
 
 
-def test_rows_and_their_documents_are_those_of_the_local_store(store: PackedStore, tmp_path: Path) -> None:
+def test_rows_and_their_documents_are_those_of_the_local_store(store: TokenStore, tmp_path: Path) -> None:
     remote = opened(f"file://{store.path}", tmp_path)
     assert (remote.fingerprint, remote.packing) == (store.fingerprint, "best_fit")
     assert_same(remote, store)
     assert_same(pickle.loads(pickle.dumps(remote)), store)
 
 
-def test_an_archive_has_its_index_elsewhere(store: PackedStore, tmp_path: Path) -> None:
+def test_an_archive_has_its_index_elsewhere(store: TokenStore, tmp_path: Path) -> None:
     archive(store.path, f"file://{tmp_path}/there")
     with pytest.raises(UserError, match=f"there/{NAME} is not there"):
         opened(f"file://{tmp_path}/there", tmp_path)
@@ -73,7 +84,7 @@ def test_an_archive_has_its_index_elsewhere(store: PackedStore, tmp_path: Path) 
         assert_same(opened(f"file://{tmp_path}/there", tmp_path, index=index), store)
 
 
-def upload(store: PackedStore, url: str) -> None:
+def upload(store: TokenStore, url: str) -> None:
     storage = open_storage(url)
     for name, content in files_of(store.path).items():
         storage.write(name, content)
@@ -83,7 +94,7 @@ def upload(store: PackedStore, url: str) -> None:
 @pytest.mark.parametrize("fault", ["503", "reset", "cut", pytest.param("stall", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", ["packing.json", "starts.bin", "ends.bin"])
 def test_an_index_is_read_through_passing_faults(
-    store: PackedStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
+    store: TokenStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
     file: str, fault: str,
 ) -> None:  # fmt: skip
     upload(store, s3_url)
@@ -101,7 +112,7 @@ def test_an_index_is_read_through_passing_faults(
 @pytest.mark.parametrize("fault", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", ["packing.json", "starts.bin", "ends.bin"])
 def test_lasting_faults_of_an_index_are_one_error_that_names_the_file(
-    store: PackedStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
+    store: TokenStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
     file: str, fault: str,
 ) -> None:  # fmt: skip
     upload(store, s3_url)
@@ -115,7 +126,7 @@ def test_lasting_faults_of_an_index_are_one_error_that_names_the_file(
         assert 2 <= s3_proxy.num_faults <= 5  # repeated, and not for ever
 
 
-def test_a_loader_reads_ahead_as_a_run_configures_it(store: PackedStore, tmp_path: Path, s3_url: str) -> None:
+def test_a_loader_reads_ahead_as_a_run_configures_it(store: TokenStore, tmp_path: Path, s3_url: str) -> None:
     upload(store, s3_url)
     config = tmp_path / "run.toml"
     config.write_text(
@@ -130,7 +141,7 @@ def test_a_loader_reads_ahead_as_a_run_configures_it(store: PackedStore, tmp_pat
         found.load_state_dict(json.loads(json.dumps(expected.state_dict())))
 
 
-def test_an_index_that_is_damaged_or_of_another_store_is_named(store: PackedStore, tmp_path: Path) -> None:
+def test_an_index_that_is_damaged_or_of_another_store_is_named(store: TokenStore, tmp_path: Path) -> None:
     there = tmp_path / "there"
     shutil.copytree(store.path, there)
     url = f"file://{there}"

@@ -1,4 +1,4 @@
-"""RemoteStore: the stream of a store behind a URL is that of the local one, and every damage is named or mended."""
+"""CachedShards: the stream of a store behind a URL is that of the local one, and every damage is named or mended."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ from datakit import Blend, Loader, RemoteStore, TokenStore, blame, where
 from datakit.shards import shard_tokens
 from datakit.store.archiving import archive
 from tests.datakit.conftest import files_of
-from tests.datakit.remote.conftest import BLOCK_BYTES
+from tests.datakit.shards.conftest import BLOCK_BYTES
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
@@ -93,14 +93,14 @@ def test_blocks_that_follow_each_other_are_one_request(
     store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy
 ) -> None:
     remote = opened(put(store, "store", s3_url))
-    numbers = remote.blocks(0, np.array([0]), np.array([store.manifest.shards[0].bin.size_bytes]))
-    run = [remote.block(0, number) for number in numbers]
-    remote.fetch(run[3])
+    numbers = remote.shards.blocks(0, np.array([0]), np.array([store.manifest.shards[0].bin.size_bytes]))
+    run = [remote.shards.block(0, number) for number in numbers]
+    remote.shards.fetch(run[3])
     s3_proxy.fault = Fault("delay", method="GET", target=".bin", delay_s=0)
-    remote.fetch_run(run)
+    remote.shards.fetch_run(run)
     assert len(run) > 6
     assert s3_proxy.num_faults == 2  # before the block that was there, and after it
-    remote.fetch_run(run)
+    remote.shards.fetch_run(run)
     assert s3_proxy.num_faults == 2
 
 
@@ -124,8 +124,8 @@ def test_a_program_that_ends_takes_its_threads_along(store: TokenStore, tmp_path
         "atexit.register(lambda: print(*(each.name for each in threading.enumerate())))\n"  # after all later ones
         "from datakit import Blend, Loader, RemoteStore\n"
         "store = RemoteStore.at(sys.argv[1], cache=sys.argv[2], cache_mib=64)\n"
-        "fetch = store.fetch_run\n"
-        "store.fetch_run = lambda run: (time.sleep(0.3), fetch(run))\n"
+        "fetch = store.shards.fetch_run\n"
+        "store.shards.fetch_run = lambda run: (time.sleep(0.3), fetch(run))\n"
         "loader = Loader(Blend([(store, 1.0)], seq_length=8), 2, 1)\n"
         "loader.next_step()\n"
     )

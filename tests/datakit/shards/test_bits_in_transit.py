@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from datakit import Recipe, TokenStore, archive, preprocess, unarchive, verify
-from datakit.remote.remote_store import RemoteStore
+from datakit import Recipe, RemoteStore, TokenStore, archive, preprocess, unarchive, verify
 from datakit.reports import verification
 from datakit.shards import store_source
 from tests.datakit.conftest import files_of, write_jsonl

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from datakit import RemoteStore, TokenStore, write_store
+from datakit import TokenStore, write_store
 from datakit.shards import shard_tokens
+from datakit.shards.cached_shards import CachedShards
 from datakit.stream.read_ahead import NUM_THREADS, ReadAhead
 
 BLOCK_BYTES = 512
@@ -22,11 +23,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 
 
 @pytest.fixture(scope="module")
-def remote(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteStore]:
-    """The store behind a URL."""
+def remote(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedShards]:
+    """The shards of the store behind a URL."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
-        yield RemoteStore.at(f"file://{store.path}", cache=str(tmp_path_factory.mktemp("cache")), cache_mib=64)
+        yield CachedShards.open(f"file://{store.path}", tmp_path_factory.mktemp("cache"), 64)
 
 
 def is_idle(ahead: ReadAhead) -> bool:
