@@ -3,8 +3,8 @@ from ckptkit.check.diff import diff_checkpoints as diff_checkpoints
 from ckptkit.check.hash import hash_checkpoint as hash_checkpoint
 from ckptkit.check.stats import tensor_statistics as tensor_statistics
 from ckptkit.check.verify import verify_checkpoint as verify_checkpoint
-from ckptkit.foreign.hf_folder import HfFolder as HfFolder
-from ckptkit.foreign.hf_folder import open_source as open_source
+from ckptkit.foreign.hf.folder import HfFolder as HfFolder
+from ckptkit.foreign.hf.folder import open_source as open_source
 from ckptkit.format.part_index import PartIndex as PartIndex
 from ckptkit.format.root import Part as Part
 from ckptkit.format.root import Root as Root

@@ -22,7 +22,7 @@ FOLDERS = {
     "threefold": ["version", "masking", "errors", "debug", "console", "installing", "packages", "backoff", "closing",
                   "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "torch",
-                "check", "foreign", "rewrite", "commands"],
+                "check", "mapping", "rewrite", "foreign", "commands"],
     "datakit": ["files", "text", "tokenization", "format", "shards", "store", "packing", "remote", "stream",
                 "data_loader", "dedup", "preprocessing", "foreign", "reports", "commands"],
     "trainer": [
@@ -38,6 +38,8 @@ CYCLES: set[str] = set()  # the first module of each
 TORCH_PLACES = ("ckptkit/io/torch_tensors.py", "ckptkit/torch/", "datakit/torch.py", "datakit/data_loader/")
 TORCH_DOORS = {"ckptkit.torch", "datakit.torch"}
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 350, 60, 8
+ROOM_FILES, ROOM_SHARE = 15, 0.14  # of a folder, without those in it, and of its kit's lines
+ROOMY_KITS, HALLS = ("ckptkit",), {"ckptkit/commands"}  # a file a verb
 LONG_FILES = {
     "tests/ckptkit/saving/test_checkpointer.py",
     "tests/ckptkit/writer/test_copier.py",
@@ -220,6 +222,16 @@ def limited() -> list[Path]:
 def test_files_are_short() -> None:
     lines = {place(path): path.read_text().count("\n") for path in limited()}
     shrinks("LONG_FILES", LONG_FILES, (name for name, count in lines.items() if count > FILE_LINES))
+
+
+@pytest.mark.parametrize("kit", ROOMY_KITS)
+def test_rooms_are_small(kit: str) -> None:
+    rooms: dict[str, list[int]] = defaultdict(list)
+    for path in sources(kit):
+        rooms[place(path.parent)].append(path.read_text().count("\n"))
+    most = ROOM_SHARE * sum(map(sum, rooms.values()))
+    large = {room for room, lines in rooms.items() if len(lines) > ROOM_FILES or sum(lines) > most}
+    shrinks("HALLS", {hall for hall in HALLS if hall.startswith(kit)}, large)
 
 
 def test_functions_are_short() -> None:

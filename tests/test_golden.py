@@ -16,12 +16,12 @@ import ckptkit
 import datakit
 from ckptkit import Box, Piece
 from ckptkit.cli import main as ckptkit_main
+from ckptkit.foreign.dcp.export import export_dcp
 from ckptkit.foreign.folder_source import FolderSource
-from ckptkit.foreign.hf_folder import HfFolder
+from ckptkit.foreign.hf.folder import HfFolder
 from ckptkit.foreign.kinds import folder_of
-from ckptkit.rewrite.dcp_export import export_dcp
-from ckptkit.rewrite.mapped_source import MappedSource
-from ckptkit.rewrite.mapping import Mapper
+from ckptkit.mapping.mapper import Mapper
+from ckptkit.mapping.source import MappedSource
 from tests.golden import make
 from tests.trainer.support.training import Job, curve
 from threefold.storage import open_storage

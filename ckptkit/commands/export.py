@@ -36,7 +36,7 @@ def run(options: Options) -> None:
     torch.distributed.checkpoint loads, or as Zarr arrays for tensorstore. Nothing but this project is needed. The same
     command goes on with an export that was killed.
     """
-    from ckptkit.rewrite.hf_export import export_folder
+    from ckptkit.foreign.hf.export import export_folder
     from threefold.storage import open_storage
 
     target = open_storage(options.target.removeprefix(f"{options.to}:"))
@@ -51,11 +51,11 @@ def run(options: Options) -> None:
                 dry_run=options.dry_run,
             )  # fmt: skip
         elif options.to == "tensorstore":
-            from ckptkit.rewrite.tensorstore_export import export_tensorstore
+            from ckptkit.foreign.zarr.export import export_tensorstore
 
             done = export_tensorstore(reader, target, progress=progress, dry_run=options.dry_run)
         else:
-            from ckptkit.rewrite.dcp_export import export_dcp
+            from ckptkit.foreign.dcp.export import export_dcp
 
             done = export_dcp(
                 reader, target, kind=options.to, max_shard_bytes=options.max_shard_bytes, progress=progress,

@@ -42,10 +42,10 @@ def run(options: Options) -> None:
     as a tensor. Nothing is unpickled; neither torch nor transformers is needed. The same command repeats an import that
     was killed.
     """
+    from ckptkit.foreign.folder import import_folder
     from ckptkit.foreign.kinds import folder_of
     from ckptkit.format.address import foreign_kind, open_target
     from ckptkit.io.blocks import return_large_frees
-    from ckptkit.rewrite.folder_import import import_folder
 
     return_large_frees()
     if (kind := foreign_kind(options.source) or options.source_format) != options.source_format:

@@ -78,9 +78,9 @@ def run(options: Options) -> int:
     killed. On several machines each runs it with a --shard of its own, and the one that ends last commits.
     """
     from ckptkit.format.address import open_target
+    from ckptkit.mapping.mapper import Mapper
+    from ckptkit.mapping.source import MappedSource
     from ckptkit.model.layout import ParallelLayout
-    from ckptkit.rewrite.mapped_source import MappedSource
-    from ckptkit.rewrite.mapping import Mapper
     from ckptkit.rewrite.reshard import UPLOAD_MEMORY_BYTES, reshard
     from ckptkit.rewrite.shard import Shard
 

@@ -13,9 +13,9 @@ from threefold.options import argument, option
 
 if TYPE_CHECKING:
     from ckptkit.foreign.folder import ForeignFolder
+    from ckptkit.foreign.folder_export import ExportReport
     from ckptkit.loading.chunk_source import RewriteSource
     from ckptkit.loading.reader import CheckpointReader
-    from ckptkit.rewrite.folder_export import ExportReport
     from ckptkit.rewrite.reshard import ReshardReport
     from ckptkit.runs.pruning import PruneReport
     from ckptkit.runs.record import StepRecord
@@ -80,7 +80,7 @@ class ByMetric:
 @contextmanager
 def opened(url: str) -> "Iterator[RewriteSource]":
     """Yield an open source of what a URL means; where damage ends the block, a hint points to other steps."""
-    from ckptkit.foreign.hf_folder import open_source
+    from ckptkit.foreign.hf.folder import open_source
     from ckptkit.foreign.kinds import meant
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.runs.run import Run
@@ -98,7 +98,7 @@ def opened(url: str) -> "Iterator[RewriteSource]":
 
 def whole_run(url: str, verb: str) -> "Run":
     """Return the run whose steps `--all` means, which has some; a step and another program's folder are refused."""
-    from ckptkit.foreign.hf_folder import open_source
+    from ckptkit.foreign.hf.folder import open_source
     from ckptkit.foreign.kinds import meant
     from ckptkit.runs.catalogue import no_step
     from ckptkit.runs.run import Run
@@ -113,7 +113,7 @@ def whole_run(url: str, verb: str) -> "Run":
 
 def share_of_run(url: str, verb: str) -> str:
     """Return the end of a report's line that says which share of a run's steps one was; "" for all of them."""
-    from ckptkit.foreign.hf_folder import open_source
+    from ckptkit.foreign.hf.folder import open_source
     from ckptkit.foreign.kinds import meant
     from ckptkit.runs.catalogue import counted_steps
     from ckptkit.runs.run import Run

@@ -1,12 +1,18 @@
-"""ForeignFolder: a folder of another program on any storage, with the face of a run of one step, 0."""
+"""ForeignFolder: a folder of another program on any storage, with the face of a run of one step, 0.
+
+An import makes it a committed step of a run, in one pass and bounded memory. The name of the attempt follows from the
+folder's files, so a run that was killed is repeated with the same keys and the same bytes.
+"""
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import ClassVar
 
 from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.format.root import Root
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.rewrite.reshard import ReshardReport, reshard
 from threefold.storage import Storage, open_storage
 
 NOTE = ".export.json"  # in the folder of an export of ours that is not finished
@@ -60,3 +66,20 @@ class ForeignFolder:
         for name in sorted(self.files):
             state.update(repr(self.storage.info(name)).encode())
         return f"import-{state.hexdigest()[:12]}"
+
+
+def import_folder(
+    folder: ForeignFolder,
+    storage: Storage,
+    *,
+    step: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    dry_run: bool = False,
+) -> ReshardReport:
+    """Write a folder into a run as a step, its placements set so that any layout can load it, and commit it.
+
+    UserError if the step is there already, unless the same call made it, or if another process is making it. With
+    `dry_run` all is checked, nothing is written.
+    """
+    with folder.open(step) as reader:
+        return reshard(reader, storage, ParallelLayout(), step=step, progress=progress, dry_run=dry_run)

@@ -8,11 +8,21 @@ from importlib import import_module
 from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.format.address import foreign_kind
 
+FOLDERS = {
+    "dcp": "dcp.folder:DcpFolder",
+    "hf": "hf.folder:HfFolder",
+    "safetensors": "hf.safetensors_folder:SafetensorsFolder",
+    "tensorstore": "zarr.folder:TensorstoreFolder",
+    "torch_checkpointing": "torch_checkpointing.folder:TorchCheckpointingFolder",
+    "torch_dist": "dcp.torch_dist_folder:TorchDistFolder",
+    "ucp": "deepspeed.folder:UcpFolder",
+}
+
 
 def folder_of(kind: str, url: str) -> ForeignFolder:
-    """Return a folder of some kind: `dcp_folder.DcpFolder` of `dcp`."""
-    name = f"{kind.title().replace('_', '')}Folder"
-    made: ForeignFolder = getattr(import_module(f"ckptkit.foreign.{kind}_folder"), name)(url)
+    """Return a folder of some kind."""
+    module, _, name = FOLDERS[kind].partition(":")
+    made: ForeignFolder = getattr(import_module(f"ckptkit.foreign.{module}"), name)(url)
     return made
 
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from shlex import quote
 
-from ckptkit.format.keys import aside_key, step_folder
-from ckptkit.loading.roots import at_once, committed_attempt, is_medium_error, root_info, root_key
+from ckptkit.format.keys import DAMAGED_ROOT_KEY, aside_key, step_folder
+from ckptkit.loading.roots import at_once, attempt_seen, committed_attempt, is_medium_error, root_info, root_key
 from ckptkit.runs.catalogue import ListedStep, listed_steps, no_step
 from ckptkit.runs.pins import pin_key, refuse_pinned
-from ckptkit.runs.quarantine import quarantine
 from ckptkit.runs.record import what_is_wrong
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
@@ -163,3 +162,21 @@ def _bring_back(storage: Storage, step: int, key: str, root: bytes) -> None:
         raise StorageError(
             f"step {step} of {storage.url} was swept or brought back meanwhile", hint="run the same command again"
         )
+
+
+def quarantine(storage: Storage, step: int, attempt: str | None = None) -> bool:
+    """Keep the root of a step as damaged-root.json, so that the step is not committed; return False if it was not.
+
+    With an attempt, as `attempt_seen` returned it, False too if the step is another one's by now.
+    """
+    key, kept = root_key(step), f"{step_folder(step)}/{DAMAGED_ROOT_KEY}"
+    if root_info(storage, step) is None or (attempt is not None and attempt_seen(storage, step) != attempt):
+        return False
+    try:
+        storage.copy(key, kept)
+    except StorageError as error:
+        if not is_medium_error(error):
+            raise
+        storage.write(kept, b"")  # the disk cannot return this root
+    storage.delete([key])
+    return True

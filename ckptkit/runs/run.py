@@ -18,8 +18,7 @@ from ckptkit.model.box import Piece
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps, no_step
 from ckptkit.runs.pruning import PruneReport, remove
-from ckptkit.runs.quarantine import quarantine
-from ckptkit.runs.rollback import RollbackReport, rollback, set_aside_after, undo_rollback
+from ckptkit.runs.rollback import RollbackReport, quarantine, rollback, set_aside_after, undo_rollback
 from threefold.errors import UserError
 from threefold.masking import masked
 from threefold.storage import Storage, open_storage

@@ -17,15 +17,20 @@ from threefold.packages import needed_for
 
 with needed_for("ckptkit.torch"):
     from ckptkit.torch.exchange import GroupExchange
-    from ckptkit.torch.report import LoadReport
     from ckptkit.torch.run import Run
+    from ckptkit.torch.state.agreement import LoadReport
 
 if TYPE_CHECKING:
-    from ckptkit.torch.dcp import DcpReader, DcpWriter
-    from ckptkit.torch.hf_trainer import HfTrainerCallback
-    from ckptkit.torch.lightning import LightningCheckpointIO
+    from ckptkit.torch.trainers.dcp import DcpReader, DcpWriter
+    from ckptkit.torch.trainers.hf_trainer import HfTrainerCallback
+    from ckptkit.torch.trainers.lightning import LightningCheckpointIO
 
-LAZY = {"DcpReader": "dcp", "DcpWriter": "dcp", "HfTrainerCallback": "hf_trainer", "LightningCheckpointIO": "lightning"}
+LAZY = {
+    "DcpReader": "trainers.dcp",
+    "DcpWriter": "trainers.dcp",
+    "HfTrainerCallback": "trainers.hf_trainer",
+    "LightningCheckpointIO": "trainers.lightning",
+}
 __all__ = [
     "DcpReader", "DcpWriter", "GroupExchange", "HfTrainerCallback", "LightningCheckpointIO", "LoadReport", "Run",
 ]  # fmt: skip

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckptkit.foreign.families import FAMILIES, family_for
-from ckptkit.foreign.model_table import BEYOND_KEYS
+from ckptkit.foreign.hf.families import FAMILIES, family_for
+from ckptkit.foreign.hf.model_table import BEYOND_KEYS
 from datakit import write_store
 from trainer.cli import main
 from trainer.config.walk import load_config

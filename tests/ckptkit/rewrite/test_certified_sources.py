@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.foreign.hf import export as hf_export
 from ckptkit.format.keys import step_folder
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.rewrite import hf_export
 from ckptkit.rewrite.reshard import reshard
 from ckptkit.rewrite.shard import Shard
-from tests.ckptkit.rewrite.test_hf_round_trip import call, files_of
-from tests.ckptkit.rewrite.test_mapping import STEP, make_source, mapped
+from tests.ckptkit.foreign.hf.test_round_trip import call, files_of
+from tests.ckptkit.mapping.test_mapper import STEP, make_source, mapped
 from tests.ckptkit.support.forged import forge
 from tests.ckptkit.support.hf_folders import write_folder
 from threefold.errors import CheckFailed

@@ -249,7 +249,7 @@ def test_what_a_killed_try_left_takes_no_room_of_the_next(
         hidden[0].write_bytes(bytes(step_bytes * 2 // 3))
         raise KeyboardInterrupt
 
-    place = "ckptkit.rewrite.folder_export.write_blocks" if verb == "export" else "ckptkit.rewrite.copy.copy_part"
+    place = "ckptkit.foreign.folder_export.write_blocks" if verb == "export" else "ckptkit.rewrite.copy.copy_part"
     flags = ["--to", "dcp"] if verb == "export" else []
     with small_disk(tmp_path / "disk", int(step_bytes * 1.3)) as disk:
         arguments = [verb, str(run), str(disk / "to"), *flags]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from ckptkit.foreign.folder_claim import FolderClaim
+from ckptkit.foreign.zarr.export import export_tensorstore
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.copy import copy_step
-from ckptkit.rewrite.folder_claim import FolderClaim
 from ckptkit.rewrite.reshard import reshard
-from ckptkit.rewrite.tensorstore_export import export_tensorstore
 from tests.ckptkit.support.small_steps import save_ranks
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage, open_storage

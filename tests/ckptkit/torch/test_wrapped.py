@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ckptkit import Run as AnyRun
-from ckptkit.torch import Run, boxes
-from ckptkit.torch.objects import rng_state, set_rng_state
+from ckptkit.torch import Run
+from ckptkit.torch.state import boxes
+from ckptkit.torch.state.objects import rng_state, set_rng_state
 from threefold.errors import UserError
 
 

@@ -1,0 +1,251 @@
+"""Export: a committed step as a folder that torch.distributed.checkpoint (DCP) reads, in one pass and bounded memory.
+
+Files are what `torch.save` makes of each tensor, zip after zip, cut into chunks of rows so that none is large;
+`.metadata` comes last. Tensors keep their names; a step that DCP saved, or that was imported from it, has its nested
+state again, pickled values included. torch is not needed. Memory: two blocks of 64 MiB and a granule of each open file.
+"""
+
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ckptkit.check.slabs import fill
+from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
+from ckptkit.foreign.dcp.torch_dist_folder import COMMON, COMMON_STATE, CONFIG
+from ckptkit.foreign.folder_claim import note_of
+from ckptkit.foreign.folder_export import ExportReport, FileBlocks, FolderPlan, Progress, SourceSums, write_folder
+from ckptkit.foreign.hf.contents import FILES
+from ckptkit.foreign.hf.export import MAX_SHARD_BYTES
+from ckptkit.foreign.stored_parts import Place
+from ckptkit.foreign.torch_files.zip_writer import TensorZip
+from ckptkit.format.dcp_state import DcpState
+from ckptkit.format.root import Root
+from ckptkit.format.state_tree import METADATA
+from ckptkit.io.blocks import Bytes
+from ckptkit.io.torch_tensors import NAMES
+from ckptkit.loading.chunk_source import ChunkSource
+from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
+from threefold.errors import UserError
+from threefold.storage import Storage
+
+BLOCK_BYTES, CHUNK_BYTES, ALIGNMENT = 64 << 20, 256 << 20, 64
+MAX_CHUNK_BYTES = 0xFFFFFFFF - (1 << 20)  # of a zip without the extension for large files
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Elements [start, stop) of a tensor in a file: its zip begins at `offset`, None around a pickled value."""
+
+    info: TensorInfo
+    start: int
+    stop: int
+    offset: int
+    around: TensorZip | None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its elements."""
+        return (self.stop - self.start) * ITEMSIZE[self.info.dtype]
+
+    @property
+    def begin(self) -> int:
+        """Where its elements begin in the file."""
+        return self.offset + (len(self.around.head) if self.around else 0)
+
+    @property
+    def end(self) -> int:
+        """Where the next item may begin."""
+        return self.begin + self.num_bytes + (len(self.around.tail(0)) if self.around else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpFile:
+    """One file: items one after the other, with zeros before the elements of some so that these are aligned."""
+
+    name: str
+    items: tuple[Item, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.items[-1].end
+
+
+def export_dcp(
+    source: ChunkSource,
+    target: Storage,
+    *,
+    kind: Literal["dcp", "torch_dist"] = "dcp",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = lambda done, total: None,
+    dry_run: bool = False,
+) -> ExportReport:
+    """Write all tensors of a step into an empty folder; as `torch_dist` with the files that it was imported with.
+
+    UserError if the folder holds anything else than what the same call began or made; nothing is written then, nor left
+    after damage of the step. After a fault of the storage the same call goes on.
+    """
+    started_s = time.monotonic()
+    root = source.root
+    root.check_whole(source.url)
+    state = _state(root, source.url)
+    beside = _files_beside(source) if kind == "torch_dist" else {}
+    root = replace(root, tensors={n: info for n, info in root.tensors.items() if n.removeprefix(FILES) not in beside})
+    files = {file.name: file for file in planned(root, state, max_shard_bytes)}
+    small = {FILE: write_metadata(_contents(root, state, list(files.values()))), **beside}
+    large, sums = {name: file.size_bytes for name, file in files.items()}, SourceSums(root, source.url)
+    plan = FolderPlan(
+        note=note_of(source, large | {name: len(data) for name, data in small.items()}, to=kind),
+        large=large,
+        heads={name: _head(file) for name, file in files.items()},
+        blocks=lambda name: _Blocks(source, files[name], sums),
+        small=small,
+    )
+    return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
+
+
+def _files_beside(source: ChunkSource) -> dict[str, bytes]:
+    """Return the files of a step that was imported from torch_dist; UserError if it was not."""
+    found = {}
+    for name in (COMMON, CONFIG):  # the latter says that a folder is complete
+        info = source.root.tensors.get(FILES + name)
+        if info is None and name == COMMON and COMMON_STATE in source.root.tensors:
+            continue
+        if info is None:
+            text = f"{source.url} has no {name}, as it was not imported from torch_dist"
+            raise UserError(text, hint="--to dcp")
+        [data] = fill(source, [(info, 0, info.numel)], np.empty(info.size_bytes, np.uint8))
+        found[name] = data.tobytes()
+    return found
+
+
+def planned(root: Root, state: DcpState, max_shard_bytes: int) -> list[DcpFile]:
+    """Return the files that hold the tensors of a step, tied ones left out."""
+    files: list[list[Item]] = [[]]
+    held = [info for info in root.tensors.values() if info.placement.tied_to is None]
+    for info in sorted(held, key=storage_order):
+        for start, stop in _ranges(info, state):
+            at = files[-1][-1].end if files[-1] else 0
+            if at >= max_shard_bytes:
+                files.append([])
+                at = 0
+            item = Item(info, start, stop, at, None if info.name in state.blobs else _zip(info, start, stop, state))
+            padding = -item.begin % ALIGNMENT if item.around else 0
+            files[-1].append(replace(item, offset=at + padding))
+    return [DcpFile(f"__0_{number}.distcp", tuple(items)) for number, items in enumerate(files) if items]
+
+
+def _state(root: Root, url: str) -> DcpState:
+    """Return how DCP is to see a step; a step that it did not save is a flat state."""
+    if METADATA in root.metadata:
+        text = f"{url} holds a state of ckptkit.torch.Run, whose values other than tensors cannot be made DCP's"
+        raise UserError(text, hint="load it in a program and save that by dcp.save")
+    return DcpState.of(root.metadata, url) or DcpState({name: (name,) for name in root.tensors})
+
+
+def _ranges(info: TensorInfo, state: DcpState) -> Iterator[tuple[int, int]]:
+    """Yield the elements of each chunk: whole rows, as many as fit."""
+    if info.name in state.blobs or not info.shape or not info.numel:
+        yield 0, info.numel
+        return
+    width = info.numel // info.shape[0]
+    step = max(CHUNK_BYTES // (width * ITEMSIZE[info.dtype]), 1) * width
+    if min(step, info.numel) * ITEMSIZE[info.dtype] > MAX_CHUNK_BYTES:
+        raise UserError(f"{info.name} {list(info.shape)} has rows of more than 4 GiB, which are not written")
+    for start in range(0, info.numel, step):
+        yield start, min(start + step, info.numel)
+
+
+def _shape(info: TensorInfo, start: int, stop: int, state: DcpState) -> tuple[int, ...]:
+    """Return the shape of a chunk as torch has it."""
+    shape = info.shape[:-1] if info.name in state.dtypes else info.shape
+    if not shape or not info.numel:
+        return shape
+    return ((stop - start) * info.shape[0] // info.numel, *shape[1:])
+
+
+def _dtype(info: TensorInfo, state: DcpState) -> str:
+    return state.dtypes.get(info.name) or NAMES[info.dtype]
+
+
+def _zip(info: TensorInfo, start: int, stop: int, state: DcpState) -> TensorZip:
+    num_bytes = (stop - start) * ITEMSIZE[info.dtype]
+    return TensorZip(_dtype(info, state), _shape(info, start, stop, state), num_bytes)
+
+
+def _contents(root: Root, state: DcpState, files: Iterable[DcpFile]) -> DcpContents:
+    """Return what `.metadata` says of the files; a tied tensor is where the one is that holds its values."""
+    chunks: dict[str, list[DcpChunk]] = {}
+    blobs: dict[str, Place] = {}
+    for file in files:
+        for item in file.items:
+            info, place = item.info, Place(file.name, item.offset, item.end - item.offset)
+            if info.name in state.blobs:
+                blobs[info.name] = place
+                continue
+            shape = _shape(info, item.start, item.stop, state)
+            first = item.start * info.shape[0] // info.numel if shape and info.numel else 0
+            offset = (first, *(0 for _ in shape[1:])) if shape else ()
+            chunks.setdefault(info.name, []).append(DcpChunk(offset, shape, place))
+    tensors = {}
+    for name, info in root.tensors.items():
+        if name not in blobs:
+            shape = info.shape[:-1] if name in state.dtypes else info.shape
+            tensors[name] = DcpTensor(_dtype(info, state), shape, chunks[info.placement.tied_to or name])
+    paths = None if state.paths is None else {name: state.paths.get(name, (name,)) for name in root.tensors}
+    return DcpContents(tensors, blobs, paths)
+
+
+def _head(file: DcpFile) -> bytes:
+    """Return how a file begins."""
+    first = file.items[0]
+    return bytes(first.offset) + (first.around.head if first.around else b"")
+
+
+class _Blocks(FileBlocks):
+    """The blocks of one file."""
+
+    def __init__(self, source: ChunkSource, file: DcpFile, sums: SourceSums) -> None:
+        super().__init__(file.size_bytes, BLOCK_BYTES)
+        self._source, self._file, self._sums = source, file, sums
+        self._starts = [item.offset for item in file.items]
+        self._crc = 0  # of the item under way
+
+    def load(self, start: int, block: Bytes) -> None:
+        """Fill a block: zips, and zeros between them."""
+        stop = start + len(block)
+        block[:] = 0
+        number = max(bisect_right(self._starts, start) - 1, 0)
+        for item in self._file.items[number:]:
+            if item.offset >= stop:
+                break
+            if item.around is not None:
+                _put(block, start, item.offset, item.around.head)
+            self._load_elements(block, start, item)
+            if item.around is not None and item.begin + item.num_bytes < stop:
+                _put(block, start, item.begin + item.num_bytes, item.around.tail(self._crc))
+
+    def _load_elements(self, block: Bytes, start: int, item: Item) -> None:
+        """Fill what of an item's elements is in a block, and go on with its checksum."""
+        first, last = max(item.begin, start), min(item.begin + item.num_bytes, start + len(block))
+        if item.begin >= start:
+            self._crc = 0
+        if first >= last:
+            return
+        size, memory = ITEMSIZE[item.info.dtype], block[first - start : last - start]
+        begin, end = (item.start + (at - item.begin) // size for at in (first, last))
+        fill(self._source, [(item.info, begin, end)], memory)
+        self._sums.add(item.info, begin, end, memory)
+        self._crc = zlib.crc32(memory.data, self._crc)
+
+
+def _put(block: Bytes, start: int, at: int, data: bytes) -> None:
+    """Put what of some bytes at a place of the file is in a block that begins at `start`."""
+    first, last = max(at, start), min(at + len(data), start + len(block))
+    if first < last:
+        block[first - start : last - start] = np.frombuffer(data, np.uint8)[first - at : last - at]

@@ -1,0 +1,96 @@
+"""Safetensors files of torch.distributed.checkpoint: of its Hugging Face writer, and `.distcp` files of that form.
+
+A header's `__metadata__` says where each tensor of the file begins in the whole one. Nothing there says how large the
+whole one is: `.metadata` does, or an index that names files of whole tensors.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptkit.foreign.dcp.metadata import DcpChunk, DcpContents, DcpTensor, Ints
+from ckptkit.foreign.hf.contents import INDEX, WEIGHTS, read_places
+from ckptkit.foreign.safetensors_file import ForeignTensor, read_file
+from ckptkit.foreign.shown import said
+from ckptkit.foreign.stored_parts import Place
+from ckptkit.foreign.torch_files.zip_reader import StoredTensor
+from ckptkit.io.torch_tensors import NAMES
+from threefold.errors import CheckFailed
+from threefold.storage import Storage
+
+SHARDING, SUFFIX = "DCP_SHARDING_INFO", ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor as a file has it: where it begins in the whole one."""
+
+    offset: Ints
+    tensor: ForeignTensor
+
+    @property
+    def dtype(self) -> str:
+        """Return torch's name of the dtype."""
+        return NAMES[self.tensor.dtype]
+
+    @property
+    def place(self) -> StoredTensor:
+        """Return where its elements are."""
+        shape, start = self.tensor.shape, self.tensor.offset
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return StoredTensor(self.dtype, shape, stride, start, start + self.tensor.size_bytes)
+
+
+def read_parts(storage: Storage, key: str, start: int = 0) -> dict[str, Part]:
+    """Return what a file holds from a byte on, by name; CheckFailed if it is not sound."""
+    tensors, metadata, _ = read_file(storage, key, start)
+    try:
+        offsets = {
+            name: tuple(each["saved_offsets"]) for name, each in json.loads(metadata.get(SHARDING, "{}")).items()
+        }
+        found = {name: Part(offsets.get(name, (0,) * len(each.shape)), each) for name, each in tensors.items()}
+        if any(len(part.offset) != len(part.tensor.shape) or not _are_places(part.offset) for part in found.values()):
+            raise ValueError("places of other dims than the tensors")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        text = f"{storage.url}/{key} does not say where its tensors begin as torch does: {said(error)}"
+        raise CheckFailed(text, hint="fetch the file again") from None
+    return found
+
+
+def _are_places(offset: Ints) -> bool:
+    return all(type(each) is int and 0 <= each < 1 << 48 for each in offset)
+
+
+def read_folder(storage: Storage) -> tuple[DcpContents, dict[str, dict[str, Part]]] | None:
+    """Return what a folder of whole tensors holds that the Hugging Face writer made, and each file's parts.
+
+    None if it is not such a folder; CheckFailed for shards of tensors whose size nothing says.
+    """
+    keys = [info.key for info in storage.list() if info.key.endswith(SUFFIX)]
+    if not keys:
+        return None
+    if storage.info(INDEX) is None and keys != [WEIGHTS]:
+        raise CheckFailed(
+            f"{storage.url} holds safetensors files of shards and no {INDEX}: nothing says how large their tensors are",
+            hint="save with HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)",
+        )
+    places = read_places(storage) if keys != [WEIGHTS] or storage.info(INDEX) is not None else None
+    files = {key: read_parts(storage, key) for key in sorted(set(places.values()) if places is not None else keys)}
+    found = {name: key for key, parts in files.items() for name in parts}
+    if places is not None and (wrong := sorted(places.items() ^ found.items())):
+        raise CheckFailed(f"{storage.url}/{INDEX} and {wrong[0][1]} differ: {wrong[0][0]} is in one of them only")
+    return DcpContents(_whole(storage, files), {}, None), files
+
+
+def _whole(storage: Storage, files: Mapping[str, Mapping[str, Part]]) -> dict[str, DcpTensor]:
+    """Return the tensors of some files, each whole in one of them."""
+    tensors = {}
+    for key, parts in files.items():
+        for name, part in parts.items():
+            if any(part.offset):
+                text = f"{storage.url}/{key} holds {name} from {list(part.offset)} on, the rest is in no file"
+                raise CheckFailed(text, hint="fetch the folder again")
+            shape, place = part.tensor.shape, Place(key, part.tensor.offset, part.tensor.size_bytes)
+            tensors[name] = DcpTensor(part.dtype, shape, [DcpChunk(part.offset, shape, place)])
+    return tensors

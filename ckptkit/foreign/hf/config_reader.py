@@ -1,0 +1,206 @@
+"""config.json to model: what a folder of each family says of its model, in the trainer's words. Pure.
+
+What changes logits and has no place in a `[model]` table is a phrase in `beyond`: the trainer refuses such a model with
+it, and everything else carries its tensors as they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.foreign.hf.model_table import ModelTable
+from ckptkit.foreign.shown import shown
+from threefold.errors import UserError
+
+Config = Mapping[str, Any]
+SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
+
+
+def llama_like(config: Config) -> ModelTable:
+    """Return the model of a family of Llama's kind: rotary positions, RMSNorm, a gated MLP."""
+    heads, hidden = _number(config, "num_attention_heads"), _number(config, "hidden_size")
+    attention_bias, mlp_bias = (bool(config.get(name, False)) for name in ("attention_bias", "mlp_bias"))
+    activation = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    beyond = _unless(config, activation, "silu", "swish") + _unless(config, "pretraining_tp", 1, None)
+    if attention_bias != mlp_bias:
+        beyond += (f"biases in {'attention' if attention_bias else 'the MLP'} alone",)
+    model = ModelTable(
+        num_layers=_number(config, "num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=_number(config, "num_key_value_heads", heads),
+        head_size=_number(config, "head_dim", hidden // heads),
+        ffn_hidden_size=_number(config, "intermediate_size"),
+        vocab_size=_number(config, "vocab_size"),
+        norm_eps=_real(config, "rms_norm_eps", 1e-6),
+        bias=attention_bias and mlp_bias,
+        attention_bias=attention_bias and not mlp_bias,
+        mlp_bias=mlp_bias and not attention_bias,
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        beyond=beyond,
+    )
+    return _with_rope(_with_window(model, config), config)
+
+
+def _with_window(model: ModelTable, config: Config) -> ModelTable:
+    """Return the model with its sliding window: rows that are no longer are attended to in full."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    others = {str(kind) for kind in config.get("layer_types") or ()} - {SLIDING, FULL}
+    if others:
+        model = _beyond(model, f"layers of {shown(min(others))}")
+    if window is None or set(config.get("layer_types") or ()) == {FULL}:
+        return model
+    return replace(model, attention_window=_number(config, "sliding_window"))
+
+
+def _with_rope(model: ModelTable, config: Config) -> ModelTable:
+    """Return the model with its rotary frequencies, as either generation of config.json writes them."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if isinstance(rope.get(FULL), Mapping):  # one for each kind of layer
+        if rope.get(SLIDING, rope[FULL]) != rope[FULL]:
+            model = _beyond(model, "layers that slide with rotary frequencies of their own")
+        rope = dict(rope[FULL])
+    theta = _real(rope, "rope_theta", _real(config, "rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    model = replace(model, rope_theta=theta)
+    if share not in (1.0, None):
+        model = _beyond(model, f"rotary positions on a share of each head (partial_rotary_factor {shown(share)})")
+    if kind == "default":
+        return model
+    if kind == "linear":
+        return replace(model, rope_scaling="linear", rope_factor=_real(rope, "factor"))
+    if kind == "llama3":
+        return replace(
+            model,
+            rope_scaling="llama3",
+            rope_factor=_real(rope, "factor"),
+            rope_low_factor=_real(rope, "low_freq_factor"),
+            rope_high_factor=_real(rope, "high_freq_factor"),
+            rope_original_length=_number(rope, "original_max_position_embeddings"),
+        )
+    return _beyond(model, f"rope_scaling of type {shown(kind)} (known are linear and llama3)")
+
+
+def llama(config: Config) -> ModelTable:
+    """Return the model of a Llama, whose attention never slides."""
+    return llama_like({**config, "sliding_window": None})
+
+
+def mistral(config: Config) -> ModelTable:
+    """Return the model of a Mistral."""
+    return llama_like({"sliding_window": 4096, "num_key_value_heads": 8, **config})
+
+
+def mixtral(config: Config) -> ModelTable:
+    """Return the model of a Mixtral."""
+    experts, per_token = _number(config, "num_local_experts"), _number(config, "num_experts_per_tok")
+    return replace(llama_like(config), num_experts=experts, experts_per_token=per_token)
+
+
+def qwen2(config: Config) -> ModelTable:
+    """Return the model of a Qwen2."""
+    defaults = {"use_sliding_window": False, "sliding_window": 4096}
+    return replace(llama_like({**defaults, **config, "attention_bias": False, "mlp_bias": False}), qkv_bias=True)
+
+
+def qwen3(config: Config) -> ModelTable:
+    """Return the model of a Qwen3."""
+    defaults = {"use_sliding_window": False, "sliding_window": 4096, "head_dim": 128}
+    return replace(llama_like({**defaults, **config}), qk_norm=True)
+
+
+def phi3(config: Config) -> ModelTable:
+    """Return the model of a Phi-3, whose folder fuses q, k and v, and gate and up."""
+    return llama_like({"rms_norm_eps": 1e-5, **config})
+
+
+def olmo2(config: Config) -> ModelTable:
+    """Return the model of an OLMo 2, whose norms are behind attention and MLP."""
+    model = replace(llama_like({"rms_norm_eps": 1e-5, **config}), norms="after", wide_qk_norm=True)
+    return _beyond(model, "norms behind attention and MLP", "norms of queries and keys over all heads")
+
+
+def gemma(config: Config) -> ModelTable:
+    """Return the model of a Gemma: norms of 1 + weight, an MLP of GELU and gate, scaled embeddings."""
+    defaults = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+    model = llama_like({**defaults, **config})
+    return _beyond(model, "norms by 1 + weight", "embeddings times the square root of hidden_size")
+
+
+def gemma2(config: Config) -> ModelTable:
+    """Return the model of a Gemma 2: norms on both sides, soft caps of logits, scaled queries, windows."""
+    defaults = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return _gemma_of_both_norms({"num_key_value_heads": 4, **defaults, **config})
+
+
+def gemma3(config: Config) -> ModelTable:
+    """Return the model of a Gemma 3's text part, which normalises heads and turns its sliding layers otherwise."""
+    defaults = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_key_value_heads": 4}
+    config = {**defaults, **config}
+    model = replace(_gemma_of_both_norms(config), qk_norm=True)
+    if not config.get("rope_parameters") and config["rope_local_base_freq"] != model.rope_theta:
+        model = _beyond(model, "layers that slide with rotary frequencies of their own")
+    return model
+
+
+def _gemma_of_both_norms(config: Config) -> ModelTable:
+    model = replace(gemma({"sliding_window": 4096, **config}), norms="both")
+    beyond = ["norms behind attention and MLP"]
+    caps = {"attn_logit_softcapping": "attention's scores", "final_logit_softcapping": "logits"}
+    beyond += [f"a soft cap of {what} ({shown(config[name])})" for name, what in caps.items() if config.get(name)]
+    scalar = _real(config, "query_pre_attn_scalar", 256)
+    if scalar != model.head_size:
+        beyond.append(f"queries divided by the square root of {scalar:g}, heads have {model.head_size} elements")
+    return _beyond(model, *beyond)
+
+
+def gpt2(config: Config) -> ModelTable:
+    """Return the model of a GPT-2."""
+    heads, hidden = _number(config, "n_head"), _number(config, "n_embd")
+    if config.get("add_cross_attention"):
+        raise UserError("attention to another model's states (add_cross_attention), which has no place among the names")
+    beyond = _unless(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    beyond += _unless(config, "scale_attn_weights", True) + _unless(config, "scale_attn_by_inverse_layer_idx", False)
+    return ModelTable(
+        num_layers=_number(config, "n_layer"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=hidden // heads,
+        ffn_hidden_size=_number(config, "n_inner", 4 * hidden),
+        vocab_size=_number(config, "vocab_size"),
+        norm_eps=_real(config, "layer_norm_epsilon", 1e-5),
+        norm="layernorm",
+        position="learned",
+        num_positions=_number(config, "n_positions"),
+        activation="gelu",
+        bias=True,
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        beyond=beyond,
+    )
+
+
+def _beyond(model: ModelTable, *phrases: str) -> ModelTable:
+    return replace(model, beyond=model.beyond + phrases)
+
+
+def _unless(config: Config, name: str, *allowed: object) -> tuple[str, ...]:
+    """Return what a key asks for if that is something else than the trainer does."""
+    return () if name not in config or config[name] in allowed else (f"{name} {shown(config[name])}",)
+
+
+def _number(config: Config, name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
+        raise UserError(f"{name} must be a whole number above 0, got {shown(value)}")
+    return value
+
+
+def _real(config: Config, name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise UserError(f"{name} must be a number above 0, got {shown(value)}")
+    return float(value)

@@ -1,0 +1,138 @@
+"""Families of Hugging Face models: which tensor of a folder is which of the run's.
+
+A run has the trainer's names, whole and unfused; `Row` says where each of its tensors is in a folder. Pure.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.foreign.hf import config_reader as reader
+from ckptkit.foreign.hf import config_writer as writer
+from ckptkit.foreign.hf.config_reader import Config
+from ckptkit.foreign.hf.model_table import ModelTable, Row, parameters
+from ckptkit.foreign.shown import shown
+from threefold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json; `ignored` are ends of names of tensors that hold no parameters.
+
+    `config` makes the config.json of a run's model, where a run of the trainer may be of the family. If `is_turned` the
+    folder has linear layers with their dims in the other order.
+    """
+
+    model_type: str
+    architecture: str
+    prefix: str
+    model: Callable[[Config], ModelTable]
+    names: Mapping[str, str]
+    config: Callable[[ModelTable, int], dict[str, Any]] | None = None
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    is_turned: bool = False
+
+    def rows(self, model: ModelTable, prefix: str) -> Iterator[Row]:
+        """Yield the tensors of a model, those that the folder fuses in their order there.
+
+        All names in the folder but the head's begin with `prefix`.
+        """
+        firsts: dict[str, int] = {}  # q of 32 rows, k of 16: k is at 32, v at 48
+        for name, shape, placement in parameters(model):
+            number, _, inner = name.removeprefix("layers.").partition(".")
+            layer, inner = (number, inner) if name.startswith("layers.") else ("", name)
+            module, _, kind = inner.rpartition(".")
+            template = f"{prefix if module != 'head' else ''}{self.names[module]}.{kind}"
+            if ".experts." in name:
+                for expert in range(shape[0]):
+                    yield Row(name, template.format(layer, expert), shape, placement, expert=expert)
+                continue
+            foreign = template.format(layer)
+            first = firsts.get(foreign, 0)
+            firsts[foreign] = first + shape[0]
+            turned = self.is_turned and len(shape) == 2 and (".attn." in name or ".mlp." in name)
+            yield Row(name, foreign, shape, placement, is_transposed=turned, first=first)
+
+
+_LLAMA = {
+    "embed": "embed_tokens",
+    "norm": "norm",
+    "head": "lm_head",
+    "norm1": "layers.{}.input_layernorm",
+    "norm2": "layers.{}.post_attention_layernorm",
+    "attn.out": "layers.{}.self_attn.o_proj",
+    **{f"attn.{name}": f"layers.{{}}.self_attn.{name}_proj" for name in "qkv"},
+    **{f"attn.{name}": f"layers.{{}}.self_attn.{name}" for name in ("q_norm", "k_norm")},
+    **{f"mlp.{name}": f"layers.{{}}.mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+_MIXTRAL = _LLAMA | {
+    "mlp.router": "layers.{}.block_sparse_moe.gate",
+    "mlp.experts.gate": "layers.{}.block_sparse_moe.experts.{}.w1",
+    "mlp.experts.up": "layers.{}.block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "layers.{}.block_sparse_moe.experts.{}.w2",
+}
+_PHI3 = _LLAMA | {
+    **{f"attn.{name}": "layers.{}.self_attn.qkv_proj" for name in "qkv"},
+    **{f"mlp.{name}": "layers.{}.mlp.gate_up_proj" for name in ("gate", "up")},
+}
+_BOTH_NORMS = _LLAMA | {
+    "post_norm1": "layers.{}.post_attention_layernorm",
+    "norm2": "layers.{}.pre_feedforward_layernorm",
+    "post_norm2": "layers.{}.post_feedforward_layernorm",
+}
+_GPT2 = {
+    "embed": "wte",
+    "pos": "wpe",
+    "norm": "ln_f",
+    "head": "lm_head",
+    "norm1": "h.{}.ln_1",
+    "norm2": "h.{}.ln_2",
+    **{f"attn.{name}": "h.{}.attn.c_attn" for name in "qkv"},
+    "attn.out": "h.{}.attn.c_proj",
+    "mlp.up": "h.{}.mlp.c_fc",
+    "mlp.down": "h.{}.mlp.c_proj",
+}
+_BUFFERS = (".attn.bias", ".attn.masked_bias")
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", "model.", reader.llama, _LLAMA, writer.biased_config),
+        Family("mistral", "MistralForCausalLM", "model.", reader.mistral, _LLAMA, writer.mistral_config),
+        Family("mixtral", "MixtralForCausalLM", "model.", reader.mixtral, _MIXTRAL, writer.mixtral_config),
+        Family("qwen2", "Qwen2ForCausalLM", "model.", reader.qwen2, _LLAMA, writer.qwen_config),
+        Family("qwen3", "Qwen3ForCausalLM", "model.", reader.qwen3, _LLAMA, writer.qwen_config),
+        Family("phi3", "Phi3ForCausalLM", "model.", reader.phi3, _PHI3),
+        Family("olmo2", "Olmo2ForCausalLM", "model.", reader.olmo2, _BOTH_NORMS),
+        Family("gemma", "GemmaForCausalLM", "model.", reader.gemma, _LLAMA),
+        Family("gemma2", "Gemma2ForCausalLM", "model.", reader.gemma2, _BOTH_NORMS),
+        Family("gemma3_text", "Gemma3ForCausalLM", "model.", reader.gemma3, _BOTH_NORMS),
+        Family(
+            "gpt2", "GPT2LMHeadModel", "transformer.", reader.gpt2, _GPT2, writer.gpt2_config, _BUFFERS, is_turned=True
+        ),
+    )
+}
+
+
+def family_of(config: Config) -> Family:
+    """Return the family of a config.json; UserError for another architecture."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    architectures = config.get("architectures") or ([family.architecture] if family else [])
+    if family is None or architectures != [family.architecture]:
+        many = isinstance(architectures, list)
+        listed = f"[{', '.join(map(shown, architectures[:3]))}]" if many else shown(architectures)
+        named = f"{shown(config.get('model_type'))} with architectures {listed}"
+        raise UserError(f"model_type {named}; known are {', '.join(each.architecture for each in FAMILIES.values())}")
+    return family
+
+
+def family_for(model: ModelTable) -> Family:
+    """Return the family that a run's model is of; UserError if no family has such a model."""
+    for name in ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"):
+        family = FAMILIES[name]
+        try:
+            if family.config and family.model({"model_type": name, **family.config(model, 1)}) == model:
+                return family
+        except UserError:
+            continue
+    parts = f"{model.norm}, {model.position}, {model.activation}, bias {model.bias}, qk_norm {model.qk_norm}"
+    raise UserError(f"no known family of Hugging Face has such a model: {parts}")

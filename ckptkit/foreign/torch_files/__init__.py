@@ -1,0 +1,1 @@
+"""Files of `torch.save`: zips and pickled data, parsed without running anything, and written."""

@@ -1,0 +1,162 @@
+"""Mapped: one tensor of a mapping's output and the rows of the source that it is made of. Pure."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptkit.mapping.rules import Fill, Fuse, Split
+from ckptkit.model.chunk_table import ChunkTable, TensorColumns, ramps
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.plan.stored import StoredChunks
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows [first, stop) of a tensor of the source; a scalar is one row."""
+
+    source: TensorInfo
+    first: int
+    stop: int
+
+    @classmethod
+    def whole(cls, source: TensorInfo) -> "RowRange":
+        """Return all rows."""
+        return cls(source, 0, num_rows(source))
+
+    def __str__(self) -> str:
+        name = self.source.name
+        return name if self == RowRange.whole(self.source) else f"{name}[{self.first}:{self.stop}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """One tensor of the output and the rows that it is made of; `fill` is what further rows hold, or their bytes."""
+
+    info: TensorInfo
+    ranges: tuple[RowRange, ...]
+    layer: int | None = None  # of the output, if layers were put into order
+    fill: Fill | bytes | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing changes."""
+        return self.ranges == (RowRange.whole(self.info),)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that come from the source."""
+        return sum(each.stop - each.first for each in self.ranges)
+
+    @property
+    def made_of(self) -> str:
+        """Its ranges, for people."""
+        return " + ".join(map(str, self.ranges))
+
+    def rows(self, first: int, stop: int) -> Iterator[RowRange]:
+        """Yield what the rows [first, stop) are made of."""
+        at = 0
+        for each in self.ranges:
+            begin, end = max(first - at, 0), min(stop - at, each.stop - each.first)
+            if begin < end:
+                yield replace(each, first=each.first + begin, stop=each.first + end)
+            at += each.stop - each.first
+
+
+def num_rows(info: TensorInfo) -> int:
+    """Return the length of the first dim; a scalar is one row."""
+    return info.shape[0] if info.shape else 1
+
+
+def shown(info: TensorInfo) -> str:
+    """Return a tensor for people."""
+    return f"{info.name} {info.dtype} {list(info.shape)}"
+
+
+def why_not_split(info: TensorInfo, rule: Split) -> str:
+    """Return why a tensor cannot be split so, empty if it can."""
+    rows, num_parts = num_rows(info), len(rule.to)
+    if info.placement.tied_to is not None:
+        return f"is tied to {info.placement.tied_to}"
+    if not info.shape:
+        return ""
+    if rule.rows and (len(rule.rows) != num_parts or sum(rule.rows) != rows):
+        return f"has not the rows {list(rule.rows)} for {num_parts} parts"
+    sizes = rule.sizes(rows)
+    if sum(sizes) != rows or any(size % rule.groups for size in sizes):
+        return f"cannot be cut into {num_parts} parts of {rule.groups} equal groups"
+    return ""
+
+
+def parts_of(each: Mapped, rule: Split) -> Iterator[Mapped]:
+    """Yield the parts of a tensor: of each group of its rows, one run of rows after the other; a scalar is in each."""
+    info, num_groups = each.info, rule.groups
+    rows, words = num_rows(info), rule.tensors.words_of(info.name) or {}
+    if not info.shape:
+        yield from (replace(each, info=replace(info, name=to.filled(words))) for to in rule.to)
+        return
+    at = 0
+    for to, size in zip(rule.to, rule.sizes(rows), strict=True):
+        length = size // num_groups
+        starts = [group * (rows // num_groups) + at for group in range(num_groups)]
+        ranges = joined(part for start in starts for part in each.rows(start, start + length))
+        yield replace(each, info=replace(info, name=to.filled(words), shape=(size, *info.shape[1:])), ranges=ranges)
+        at += length
+
+
+def why_not_fused(parts: Sequence[Mapped], rule: Fuse) -> str:
+    """Return why tensors cannot be fused so, empty if they can."""
+    infos = [each.info for each in parts]
+    if not all(info.shape and info.placement.tied_to is None for info in infos):
+        return "one is tied or has no rows"
+    if len({(info.dtype, info.shape[1:], info.placement.stage) for info in infos}) > 1:
+        return "dtypes, columns or stages differ"
+    if any(num_rows(info) % rule.groups for info in infos):
+        return f"the rows of one are not {rule.groups} equal groups"
+    return ""
+
+
+def fused(name: str, parts: Sequence[Mapped], num_groups: int) -> Mapped:
+    """Return what parts become: of each group of its rows, those of one part after the other; cut as the first part."""
+    ranges, first = list[RowRange](), parts[0].info
+    for group in range(num_groups):
+        for each in parts:
+            length = num_rows(each.info) // num_groups
+            ranges += each.rows(group * length, (group + 1) * length)
+    rows = sum(num_rows(each.info) for each in parts)
+    return replace(parts[0], info=replace(first, name=name, shape=(rows, *first.shape[1:])), ranges=joined(ranges))
+
+
+def joined(ranges: Iterable[RowRange]) -> tuple[RowRange, ...]:
+    """Return ranges with neighbours of one tensor made one."""
+    found: list[RowRange] = []
+    for each in ranges:
+        if found and (found[-1].source, found[-1].stop) == (each.source, each.first):
+            found[-1] = replace(found[-1], stop=each.stop)
+        else:
+            found.append(each)
+    return tuple(found)
+
+
+def moved(stored: StoredChunks, tensors: TensorColumns, ranges: Sequence[tuple[int, int, RowRange]]) -> StoredChunks:
+    """Return what is stored of each range of rows, as rows of the tensor of that number, from `at` on."""
+    sources = [stored.chunks.tensors.numbers[part.source.name] for _, _, part in ranges]
+    begin = np.searchsorted(stored.chunks.tensor, sources, "left")
+    counts = np.searchsorted(stored.chunks.tensor, sources, "right") - begin
+    kept = stored.take(ramps(begin, counts))
+    numbers = [(number, at, part.first, part.stop) for number, at, part in ranges]
+    number, at, first, stop = np.repeat(np.array(numbers, np.int64).reshape(-1, 4), counts, axis=0).T
+    chunks = kept.chunks.with_dims(max(kept.chunks.offset.shape[1], 1))
+    row = np.arange(len(chunks)), chunks.offset.shape[1] - np.maximum(tensors.num_dims[number], 1)  # the first dim's
+    offset, shape, length = chunks.offset.copy(), chunks.shape.copy(), chunks.shape[row]
+    low = np.clip(first - offset[row], 0, length)  # the rows of the box that are in the range: [low, high)
+    high = np.clip(stop - offset[row], low, length)
+    width = shape.prod(axis=1) // np.maximum(length, 1)
+    offset[row] += low + at - first
+    shape[row] = high - low
+    before = low * width
+    begins, ends = (np.clip(each - before, 0, shape[row] * width) for each in (chunks.start, chunks.stop))
+    skipped = np.maximum(before - chunks.start, 0) * tensors.itemsize[number]
+    table = ChunkTable(tensors, number, offset, shape, begins, ends)
+    is_kept = (begins < ends) | (high - low == length)
+    return StoredChunks(table, kept.part, kept.offset + skipped).take(np.flatnonzero(is_kept))

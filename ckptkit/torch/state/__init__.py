@@ -1,0 +1,1 @@
+"""The state of a PyTorch program as pieces and a tree of values, and back."""

@@ -1,0 +1,198 @@
+"""What a save writes: all ranks agree on the table and on who writes what, once for each structure of the state.
+
+A save makes one small exchange between the ranks; one more follows if names, shapes, placements or the values that each
+rank has for its own changed. Values go into a tensor of bytes a rank, `@state/@3`, padded so that its size seldom
+changes: a key of which all ranks have the same tree is written by the first, one that differs by each.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptkit.format.state_tree import METADATA, STATE_NAME, VERSION, base_of, part
+from ckptkit.loading.exchange import Exchange, agreed
+from ckptkit.model.box import Box, Piece
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.torch.state.boxes import as_stored, flat_of, region
+from ckptkit.torch.state.capture import Entry, Leaf, capture
+from ckptkit.torch.state.objects import RNG
+from ckptkit.torch.state.shares import Row, Share, shares_of, table_of
+from threefold.errors import UserError
+
+LEAST_TREE_BYTES = 4096
+Owners = dict[str, list[int | None]]  # of each key, by rank: the rank whose tree is this one's
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The table of a checkpoint and what this rank writes of it, while `key` stays the same."""
+
+    key: object
+    table: list[TensorInfo]
+    shares: list[Share]
+    rows: dict[str, Row]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one save takes: the pieces of this rank, the table, metadata for the root, and a token of the first rank.
+
+    `late` are the tensors whose memory pieces are views of, and that change in an optimizer's step alone, by name.
+    `status` has the most of each number that the ranks said of themselves.
+    """
+
+    pieces: list[Piece]
+    late: dict[str, torch.Tensor]
+    table: list[TensorInfo]
+    metadata: dict[str, Any]
+    token: str
+    status: dict[str, int]
+
+
+class SavePlanner:
+    """Plans the saves of one run; it keeps the last structure, which most saves share."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._structure: Structure | None = None
+
+    def plan(
+        self, step: int, state: Mapping[str, Any], token: str, check: Callable[[], dict[str, Any]],
+        status: Mapping[str, int],
+    ) -> Plan:  # fmt: skip
+        """Return what this rank writes; all ranks call this together, an error of one is raised on all.
+
+        `check` returns the metrics to record, of which the first rank's count, and raises what else is wrong with the
+        save; `status` is what this rank says of itself.
+        """
+        entries: dict[str, Entry] = {}
+
+        def message() -> bytes:
+            metrics = check()
+            entries.update(capture(state))
+            keys = {key: [each.digest, len(each.tree), each.is_own] for key, each in entries.items()}
+            return json.dumps({"step": step, "keys": keys, "rows": _digest(entries), "token": token,
+                               "status": status, "metrics": metrics}).encode()  # fmt: skip
+
+        heard = [json.loads(each) for each in agreed(self._exchange, message)]
+        if len({each["step"] for each in heard}) > 1:
+            raise UserError(f"ranks save different steps: {sorted({each['step'] for each in heard})}")
+        owners = owners_of([each["keys"] for each in heard])
+        sizes = [_tree_bytes(rank, each["keys"], owners) for rank, each in enumerate(heard)]
+        own = {key for each in heard for key, (_, _, is_own) in each["keys"].items() if is_own}
+        varied = {key: ranks for key, ranks in owners.items() if len(set(ranks) - {None}) > 1 or key == RNG}
+        key = ([each["rows"] for each in heard], sizes, {name: varied[name] for name in varied if name in own})
+        leaves = self._named(entries, own & varied.keys(), owners)
+        if self._structure is None or self._structure.key != key:
+            self._structure = self._agree(key, leaves, sizes[self._exchange.rank])
+        pieces, late = _pieces(self._structure, leaves, self._tree(entries, owners, sizes))
+        most = {name: max(each["status"][name] for each in heard) for name in status}
+        described = {"version": VERSION, "world_size": len(heard), "keys": list(owners), "owners": varied,
+                     "own": sorted(own & varied.keys())}  # fmt: skip
+        metadata = {**heard[0]["metrics"], METADATA: described}
+        return Plan(pieces, late, self._structure.table, metadata, heard[0]["token"], most)
+
+    def _named(self, entries: Mapping[str, Entry], varied: set[str], owners: Owners) -> dict[str, Leaf]:
+        """Return this rank's tensors by the names that they are stored under."""
+        rank, found = self._exchange.rank, dict[str, Leaf]()
+        for key, entry in entries.items():
+            if key in varied and owners[key][rank] != rank:
+                continue  # another rank has the same
+            base = base_of(key, owners[key][rank] if key in varied else None)
+            found |= {base + path[len(part(key)) :]: leaf for path, leaf in entry.leaves.items()}
+        return found
+
+    def _agree(self, key: object, leaves: Mapping[str, Leaf], num_bytes: int) -> Structure:
+        rank = self._exchange.rank
+        mine = [_row(name, leaf) for name, leaf in leaves.items()]
+        if num_bytes:
+            whole = Box((0,), (num_bytes,))
+            mine.append(Row(f"{STATE_NAME}{rank}", "U8", (num_bytes,), (whole,), False, ""))
+        rows = [mine] if self._exchange.size == 1 else self._rows_of_all(mine)
+        table = table_of(rows)
+        shares = shares_of(rank, rows, table)
+        return Structure(key, table, shares, {row.name: row for row in mine})
+
+    def _rows_of_all(self, mine: list[Row]) -> list[list[Row]]:
+        """Return the rows of every rank; of those that say the same they are made once."""
+        packed = zlib.compress(json.dumps([row.to_json() for row in mine]).encode(), 1)
+        heard = agreed(self._exchange, lambda: packed)
+        known = {packed: mine}
+        for each in heard:
+            if each not in known:
+                known[each] = [Row.from_json(row) for row in json.loads(zlib.decompress(each))]
+        return [known[each] for each in heard]
+
+    def _tree(self, entries: Mapping[str, Entry], owners: Owners, sizes: list[int]) -> torch.Tensor:
+        """Return the trees that this rank writes, as one JSON object of bytes with spaces behind."""
+        rank = self._exchange.rank
+        mine = [key for key in entries if owners[key][rank] == rank]
+        text = b"{" + b",".join(json.dumps(key).encode() + b":" + entries[key].tree for key in mine) + b"}"
+        return torch.from_numpy(np.frombuffer(text.ljust(sizes[rank]), np.uint8).copy())
+
+
+def owners_of(keys_by_rank: list[dict[str, list[Any]]]) -> Owners:
+    """Return for each key, by rank, the first rank that has the same tree; of random states each has its own."""
+    owners: Owners = {}
+    first: dict[tuple[str, str], int] = {}
+    for rank, keys in enumerate(keys_by_rank):
+        for key, (digest, _, _) in keys.items():
+            by_rank = owners.setdefault(key, [None] * len(keys_by_rank))
+            by_rank[rank] = rank if key == RNG else first.setdefault((key, digest), rank)
+    return owners
+
+
+def _tree_bytes(rank: int, keys: Mapping[str, list[Any]], owners: Owners) -> int:
+    """Return the padded bytes of the trees that a rank writes, 0 if it writes none: a power of two in eighths."""
+    mine = [len(json.dumps(key)) + 2 + length for key, (_, length, _) in keys.items() if owners[key][rank] == rank]
+    if not mine:
+        return 0
+    size: int = max(2 + sum(mine), LEAST_TREE_BYTES)
+    step: int = 1 << max(size.bit_length() - 4, 0)
+    return math.ceil(size / step) * step
+
+
+def _digest(entries: Mapping[str, Entry]) -> int:
+    """Return a number that changes with what tensors there are: names, dtypes, shapes, parts, ties.
+
+    It is compared with those of earlier saves of this process alone.
+    """
+    return hash(tuple([
+        (key, path, leaf.held, leaf.is_equal, leaf.same_as)
+        for key, entry in entries.items()
+        for path, leaf in entry.leaves.items()
+    ]))  # fmt: skip
+
+
+def _row(name: str, leaf: Leaf) -> Row:
+    boxes = tuple(each.box for each in leaf.held.parts)
+    return Row(name, leaf.held.dtype, leaf.held.shape, boxes, leaf.is_equal, leaf.same_as)
+
+
+def _pieces(
+    structure: Structure, leaves: Mapping[str, Leaf], tree: torch.Tensor
+) -> tuple[list[Piece], dict[str, torch.Tensor]]:
+    """Return the memory of this rank's shares: views of the live state, copies of what is not contiguous.
+
+    Beside it the tensors by name whose views may be copied late.
+    """
+    pieces, late, flat = [], dict[str, torch.Tensor](), dict[tuple[str, int], torch.Tensor]()
+    for share in structure.shares:
+        box = structure.rows[share.name].boxes[share.number]
+        at = (share.name, share.number)
+        leaf = leaves.get(share.name)
+        if leaf is None:
+            flat[at] = tree
+        elif at not in flat:
+            with torch.no_grad():
+                flat[at] = flat_of(region(as_stored(leaf.local), leaf.held.parts[share.number]))
+            if leaf.is_late:
+                late[share.name] = leaf.tensor
+        pieces.append(Piece(share.name, box, share.start, share.stop, flat[at][share.start : share.stop]))
+    return pieces, late
