@@ -8,8 +8,10 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import Different, require_equal
+from tests.trainer.support.experts import compare_experts
 from tests.trainer.support.faults import DP, FAULTS, PP, TP, Fault
 from tests.trainer.support.global_state import assembled, copied
+from tests.trainer.support.holder_faults import HOLDER_FAULTS
 from tests.trainer.support.parity import (
     LOSSES_WITHIN,
     WEIGHTS_WITHIN,
@@ -28,7 +30,7 @@ from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, Tra
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
-ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS]
+ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, round_vocab_to=1,
@@ -80,11 +82,12 @@ def compare_plain(config: Config) -> None:
 
 
 def compare(fault: Fault) -> None:
-    config = config_of(fault)
     if fault.layout is None:
-        compare_plain(config)
+        compare_plain(config_of(fault))
+    elif fault.layout.ep > 1:
+        compare_experts(fault.layout)
     else:
-        compare_layout(config, fault.layout)
+        compare_layout(config_of(fault), fault.layout)
 
 
 @pytest.mark.parametrize("fault", ALL_FAULTS, ids=lambda fault: fault.name)
@@ -148,6 +151,13 @@ def test_a_mask_a_layer_passes(
     windows(monkeypatch, *own)
     options: dict[str, Any] = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1)}
     compare(Fault("none", layout, lambda patch: None, **options))
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2", "tp2-dp2", "ep2-dp4", "tp2-ep2-dp4", "cp2-ep4-dp2", "tp2-ep4-dp2-etp1", "tp4-ep2-dp2-etp1"]
+)
+def test_without_a_fault_experts_pass(layout: str) -> None:
+    compare_experts(ParallelLayout.parse(layout))
 
 
 def test_faults_have_names_of_their_own() -> None:

@@ -11,6 +11,7 @@ from tests.trainer.support.parity import config_for, local_batch, make_engine, s
 from tests.trainer.support.threads import Deadlock, run_threads
 from trainer.config import Config
 from trainer.mesh.group import Network
+from trainer.mesh.layout import GROUPS
 from trainer.mesh.mesh import ProcessMesh
 from trainer.mesh.recorder import Recorder
 
@@ -30,7 +31,7 @@ def test_sixty_four_ranks_exchange() -> None:
         assert mesh.tp.all_gather_rows(torch.tensor([rank])).flatten().tolist() == list(mesh.tp.ranks)
         flat = torch.full((8,), float(rank))
         work = mesh.dp.start("reduce_scatter", flat)
-        assert mesh.holders("ends_dp").size == (1 if mesh.coords.pp in (1, 2) else 8)
+        assert mesh.along(GROUPS["cp.dp.ends"]).size == (1 if mesh.coords.pp in (1, 2) else 8)
         total = float(sum(mesh.dp.ranks))
         assert work.wait().chunk(4)[mesh.dp.index].tolist() == [total, total]
         assert flat.isnan().sum() == 6, "what belongs to others is undefined"
@@ -124,8 +125,8 @@ def test_a_step_calls_its_groups_as_often_as_the_layout_says(cuts: bool) -> None
             ("all_reduce", "world"): 1,  # loss and squared norm
             ("reduce_scatter", "dp"): cut,
             ("all_gather", "dp"): cut,
-            ("reduce_scatter", "tp_dp"): whole,
-            ("all_gather", "tp_dp"): whole,
+            ("reduce_scatter", "tp.cp.dp"): whole,
+            ("all_gather", "tp.cp.dp"): whole,
             ("send", away): num_microbatches,
             ("receive", back): num_microbatches,
         }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.mesh.clock import Clock
+from trainer.mesh.layout import Axes, Axis
 from trainer.mesh.recorder import Call, Recorder
 
 Op = Literal["sum", "max"]
@@ -74,7 +75,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Some ranks under a name; `index` is this rank's place among `ranks`."""
+    """Some ranks under a name; `index` is this rank's place among `ranks`, which differ along `axes`."""
 
     name: str
     ranks: tuple[int, ...]
@@ -82,6 +83,7 @@ class Group:
     clock: Clock
     transport: Transport | None = None
     recorder: Recorder | None = None
+    axes: Axes = ()
 
     @property
     def size(self) -> int:
@@ -89,8 +91,10 @@ class Group:
 
     @property
     def cause(self) -> str:
-        """Return under which name the clock counts waits for it: by the axis that its ranks differ in."""
-        return "comm_tp" if self.name == "tp" else "comm_dp" if self.name.endswith("dp") else "comm_world"
+        """Return under which name the clock counts waits for it: by the axes that its ranks differ in."""
+        if self.axes == (Axis.TP,):
+            return "comm_tp"
+        return "comm_world" if {Axis.DP, Axis.EDP}.isdisjoint(self.axes) else "comm_dp"
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce in place over the group and return the tensor."""

@@ -1,35 +1,72 @@
-"""The groups of ranks that a layout needs, by name. Pure: nothing is built here."""
+"""The groups of ranks that a layout needs, by name, and which of them hold one tensor. Pure: nothing is built here."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from enum import StrEnum
 from itertools import pairwise
 
-from ckptkit import Coords, ParallelLayout
+from ckptkit import Coords, Cut, ParallelLayout, Placement
 
 Ranks = tuple[int, ...]
+
+
+class Axis(StrEnum):
+    """In what the ranks of a group differ. `KV`, `EDP` and `ENDS` are parts of axes.
+
+    Those of KV are neighbours along tp with the same key-value heads, of EDP those that hold the same experts for other
+    samples, of ENDS the first and the last pipeline rank.
+    """
+
+    TP = "tp"
+    KV = "kv"
+    CP = "cp"
+    EP = "ep"
+    DP = "dp"
+    EDP = "edp"
+    PP = "pp"
+    ENDS = "ends"
+
+
+Axes = tuple[Axis, ...]
+OVER_DATA = (Axis.CP, Axis.DP)
+# by name; equal groups have the first name
+GROUPS: dict[str, Axes] = {
+    ".".join(axes): axes
+    for axes in (
+        (Axis.TP,), (Axis.DP,), (Axis.CP,), OVER_DATA, (Axis.TP, *OVER_DATA), (Axis.KV, *OVER_DATA),
+        (*OVER_DATA, Axis.ENDS), (Axis.EDP,), (Axis.TP, Axis.EDP), (Axis.EP,),
+    )
+}  # fmt: skip
+_EXPERTS = Placement("first", (Cut(0, "ep"),))
+
+
+def holders(placement: Placement, layout: ParallelLayout, *, is_tied: bool = False) -> Axes:
+    """Return the axes along which ranks hold the same part of a tensor; a tied one is on both ends of the pipeline.
+
+    A norm is held along tp, cp and dp, a matrix that tp cuts along cp and dp.
+    """
+    parts = [cut.num_parts(layout.tp) for cut in placement.cuts if cut.axis == "tp"]
+    along_tp = () if parts == [layout.tp] else (Axis.KV,) if parts else (Axis.TP,)
+    over_data: Axes = {"ep": (Axis.EDP,), "cp": (Axis.DP,)}.get(placement.data_axis or "", OVER_DATA)
+    if over_data == (Axis.EDP,) and layout.etp:
+        along_tp = ()  # ep borrows tp ranks
+    return (*along_tp, *over_data, *((Axis.ENDS,) if is_tied else ()))
 
 
 def groups_needed(layout: ParallelLayout, kv_replicas: int = 1) -> dict[str, list[Ranks]]:
     """Return the ranks of every group, by the groups' name, in the order in which all ranks build them.
 
-    `tp` and `dp` run along one axis. `tp_dp` is a pipeline rank's: who holds norms and row biases. `ends_dp` is the
-    first and the last pipeline rank at one place of tp: who holds a tied matrix. `kv_dp` holds the same key-value
-    heads, of which `kv_replicas` neighbours along tp have the same ones. `activations` and `gradients` link each
+    A group is named by the axes along which its ranks differ: "tp.cp.dp" are a pipeline rank's, who hold norms and row
+    biases. `kv_replicas` neighbours along tp have the same key-value heads. `activations` and `gradients` link each
     pipeline rank to the next; they are two, since opposite directions on one NCCL communicator would wait for each
     other. If ranks hold several stages `activations_back` and `gradients_back` link the last rank to the first. For
-    tp2-pp2: tp [(0, 1), (2, 3)], dp [(0,), (1,), (2,), (3,)], tp_dp [(0, 1), (2, 3)], nothing that links back, and
-    (0, 2), (1, 3) for the rest.
+    tp2-pp2: tp [(0, 1), (2, 3)], dp [(0,), (1,), (2,), (3,)], tp.cp.dp [(0, 1), (2, 3)], nothing that links back, and
+    (0, 2), (1, 3) for cp.dp.ends and the links.
     """
-    columns = _columns(layout, "pp")
+    columns = _ranks_along((Axis.PP,), layout)
     links: list[Ranks] = [pair for column in columns for pair in pairwise(column)]
     back: list[Ranks] = [(column[0], column[-1]) for column in columns if layout.virtual > 1 < layout.pp]
     return {
         "world": [tuple(range(layout.world_size))],
-        "tp": _columns(layout, "tp"),
-        "dp": _columns(layout, "dp"),
-        "tp_dp": _columns(layout, "tp", "dp"),
-        "kv_dp": _kv_holders(layout, kv_replicas),
-        "ends_dp": [_distinct(row[end] for end in (0, -1) for row in rows) for rows in _by_tp(layout, columns)],
+        **{name: _ranks_along(axes, layout, kv_replicas) for name, axes in GROUPS.items()},
         "activations": links,
         "gradients": links,
         "activations_back": back,
@@ -37,25 +74,28 @@ def groups_needed(layout: ParallelLayout, kv_replicas: int = 1) -> dict[str, lis
     }
 
 
-def _columns(layout: ParallelLayout, *axes: str) -> list[Ranks]:
+def _ranks_along(axes: Axes, layout: ParallelLayout, kv_replicas: int = 1) -> list[Ranks]:
     """Return all sets of ranks that differ along `axes` only."""
-    columns: dict[Coords, list[int]] = {}
-    for rank in range(layout.world_size):
-        columns.setdefault(replace(layout.coords(rank), **dict.fromkeys(axes, 0)), []).append(rank)
-    return [tuple(column) for column in columns.values()]
-
-
-def _kv_holders(layout: ParallelLayout, kv_replicas: int) -> list[Ranks]:
-    holders: dict[tuple[int, int], list[int]] = {}
+    found: dict[object, list[int]] = {}
     for rank in range(layout.world_size):
         coords = layout.coords(rank)
-        holders.setdefault((coords.tp // kv_replicas, coords.pp), []).append(rank)
-    return [tuple(ranks) for ranks in holders.values()]
+        if Axis.ENDS not in axes or coords.pp in (0, layout.pp - 1):
+            found.setdefault(_in_common(axes, layout, coords, kv_replicas), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
 
 
-def _by_tp(layout: ParallelLayout, columns: list[Ranks]) -> list[list[Ranks]]:
-    return [[column for column in columns if layout.coords(column[0]).tp == tp] for tp in range(layout.tp)]
-
-
-def _distinct(ranks: Iterable[int]) -> Ranks:
-    return tuple(dict.fromkeys(ranks))
+def _in_common(axes: Axes, layout: ParallelLayout, coords: Coords, kv_replicas: int) -> object:
+    """Return what the ranks of a group along `axes` have in common with the one at `coords`."""
+    common = {Axis.TP: coords.tp, Axis.CP: coords.cp, Axis.DP: coords.dp, Axis.PP: coords.pp}
+    for axis in axes:
+        if axis == Axis.KV:
+            common[Axis.TP] = coords.tp // kv_replicas
+        elif axis == Axis.ENDS:
+            common[Axis.PP] = 0
+        elif axis in (Axis.EP, Axis.EDP):
+            common |= dict.fromkeys((*OVER_DATA, *((Axis.TP,) if layout.etp else ())), 0)
+            index, _ = _EXPERTS.data_group(layout, coords) if axis == Axis.EP else layout.along("ep", coords)
+            common[axis] = index
+        else:
+            common[axis] = 0
+    return tuple(common.items())

@@ -14,11 +14,9 @@ from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group, Network
-from trainer.mesh.layout import groups_needed
+from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed
 from trainer.mesh.processes import Processes
 from trainer.mesh.recorder import Recorder
-
-COLLECTIVE = ("tp", "dp", "tp_dp", "kv_dp", "ends_dp")  # whose calls come one after the other: equal groups are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,8 @@ class ProcessMesh:
         self._needed = groups_needed(layout, kv_replicas)
         self._made: dict[tuple[tuple[int, ...], ...], list[Group]] = {}
         self.world = self._group("world")
-        self.tp = self._group("tp")
-        self.dp = self._group("dp")
-        self._holders = {name: self._group(name) for name in ("tp_dp", "kv_dp", "ends_dp")} | {"dp": self.dp}
+        self._along = {axes: self._group(name) for name, axes in GROUPS.items()}
+        self.tp, self.dp, self.cp, self.ep = (self._along[axis,] for axis in (Axis.TP, Axis.DP, Axis.CP, Axis.EP))
         self.activations = self._links("activations")
         self.gradients = self._links("gradients")
 
@@ -77,14 +74,14 @@ class ProcessMesh:
         """Return whether this rank holds the last stage of the pipeline."""
         return self.coords.pp == self.layout.pp - 1
 
-    def holders(self, name: str) -> Group:
-        """Return the group of the ranks that hold copies of a parameter: "dp", "tp_dp", "kv_dp" or "ends_dp"."""
-        return self._holders[name]
+    def along(self, axes: Axes) -> Group:
+        """Return the group of the ranks that differ from this one along some axes only."""
+        return self._along[axes]
 
     def _group(self, name: str) -> Group:
         """Build every group of a name and return this rank's; if it is in none, itself alone."""
         mine = self._connect(name)
-        return mine[0] if mine else Group(name, (self.rank,), 0, self.clock)
+        return mine[0] if mine else Group(name, (self.rank,), 0, self.clock, axes=GROUPS.get(name, ()))
 
     def _links(self, name: str) -> Links:
         """Build the links of a name; on GPUs send through each once, from the first pair of ranks to the last.
@@ -102,16 +99,20 @@ class ProcessMesh:
         return Links(next(iter(previous), None), next(iter(following), None))
 
     def _connect(self, name: str) -> list[Group]:
-        """Build the groups of a name, or take those of another name that has the same ones."""
-        wanted = tuple(self._needed[name])
-        if name in COLLECTIVE and wanted in self._made:
+        """Build the groups of a name, or take those of another name that has the same ones.
+
+        Calls of groups along axes come one after the other, so equal ones are one.
+        """
+        wanted, axes = tuple(self._needed[name]), GROUPS.get(name, ())
+        if axes and wanted in self._made:
             return self._made[wanted]
         mine = []
         for ranks in wanted:
             transport = self._network.connect(name, ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
-                mine.append(Group(name, ranks, ranks.index(self.rank), self.clock, transport, self.recorder))
-        if name in COLLECTIVE:
+                place = ranks.index(self.rank)
+                mine.append(Group(name, ranks, place, self.clock, transport, self.recorder, axes))
+        if axes:
             self._made[wanted] = mine
         return mine
 

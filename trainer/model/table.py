@@ -11,6 +11,7 @@ from dataclasses import replace
 from ckptkit import Coords, Cut, ParallelLayout, Placement
 from trainer.config import Config, ModelConfig
 from trainer.config.resolve import cuts_tokens
+from trainer.mesh.layout import holders
 from trainer.model.stages import is_on_rank, stage_ranges
 from trainer.store.parameter import Parameter
 from trainer.store.plan import Run, plan_runs
@@ -104,16 +105,10 @@ def local_runs(config: Config, table: dict[str, Parameter], layout: ParallelLayo
             here[owner] = table[owner]
     shapes = {name: row.placement.live_shape(name, row.shape, layout) for name, row in here.items()}
     tied = {row.placement.tied_to for row in table.values()}
-    holders = {name: "ends_dp" if name in tied else _holders(row, layout) for name, row in here.items()}
+    held = {name: holders(row.placement, layout, is_tied=name in tied) for name, row in here.items()}
     units = {name: _unit(name) for name in here}
     fused = [names for layer in range(num_layers) for names in fused_names(config.model, layout, f"layers.{layer}")]
-    return plan_runs(shapes, [names for names in fused if names[0] in here], units, holders)
-
-
-def _holders(row: Parameter, layout: ParallelLayout) -> str:
-    """Return the name of the group of ranks that hold the same part of an untied parameter."""
-    cuts = row.placement.cuts
-    return "dp" if cuts and cuts[0].num_parts(layout.tp) == layout.tp else "kv_dp" if cuts else "tp_dp"
+    return plan_runs(shapes, [names for names in fused if names[0] in here], units, held)
 
 
 def _unit(name: str) -> str:

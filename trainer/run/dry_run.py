@@ -16,7 +16,7 @@ from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, kv_replicas, layout_of, longest_row, schedule_of, tiers_of
 from trainer.data import open_blend, open_valid_blend, with_vocabulary
 from trainer.engine import DTYPES
-from trainer.mesh.layout import groups_needed
+from trainer.mesh.layout import GROUPS, groups_needed
 from trainer.model.stages import stage_flops, stage_ranges
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
@@ -91,7 +91,8 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     parallel, layout = config.parallel, layout_of(config)
     dtype = DTYPES[config.train.precision]
     wide = wide_dtype(dtype)
-    sizes = {name: len(groups[0]) for name, groups in groups_needed(layout, kv_replicas(config)).items() if groups}
+    groups = groups_needed(layout, kv_replicas(config))
+    sizes = {axes: len(groups[name][0]) for name, axes in GROUPS.items()}
     runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
     held = sum(run.numel for run in runs)
     updated = sum(-(-run.numel // sizes[run.holders]) for run in runs) if parallel.zero_stage else held

@@ -1,8 +1,8 @@
 """Parameter: what is true of one parameter of the model whatever the layout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ckptkit import Coords, Placement
+from ckptkit import Coords, ParallelLayout, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,12 @@ class Parameter:
     decays: bool = False
     is_partial: bool = False
 
-    def contributes_on(self, coords: Coords) -> bool:
-        """Return whether the rank at `coords` contributes to the sum of the gradients over the holders."""
-        return self.is_partial or bool(self.placement.cuts) or coords.tp == 0
+    def contributes_on(self, layout: ParallelLayout, coords: Coords) -> bool:
+        """Return whether the rank at `coords` contributes to the sum of the gradients over the holders.
+
+        Where tp does not cut it, that is the first of the tp ranks that hold the same part.
+        """
+        if self.is_partial or any(cut.axis == "tp" for cut in self.placement.cuts):
+            return True
+        parts = [self.placement.parts(layout, replace(coords, tp=tp)) for tp in range(coords.tp + 1)]
+        return parts.index(parts[-1]) == coords.tp

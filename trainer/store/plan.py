@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit import bucket_offsets, padded_size, shard_interval
+from trainer.mesh.layout import Axes
 
 Shape = tuple[int, ...]
 
@@ -21,7 +22,7 @@ class Run:
 
     shapes: Mapping[str, Shape]
     unit: str
-    holders: str
+    holders: Axes
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,8 +59,8 @@ class BucketPlan:
     itemsize: int
 
     @property
-    def holders(self) -> str:
-        """Return the name of the group that holds the bucket."""
+    def holders(self) -> Axes:
+        """Return the axes along which ranks hold the bucket."""
         return self.runs[0].holders
 
     @property
@@ -96,7 +97,7 @@ class BucketPlan:
 
 
 def plan_runs(
-    shapes: Mapping[str, Shape], fused: Iterable[Sequence[str]], unit_of: Mapping[str, str], holders: Mapping[str, str]
+    shapes: Mapping[str, Shape], fused: Iterable[Sequence[str]], unit_of: Mapping[str, str], holders: Mapping[str, Axes]
 ) -> list[Run]:
     """Return the parameters in their order as runs; those of a fused group come where its first one is."""
     group_of = {name: tuple(group) for group in fused for name in group}
@@ -114,7 +115,7 @@ def plan_buckets(runs: Sequence[Run], bytes_each: int, itemsize: int) -> list[Bu
 
     No bucket spans two units or two groups of holders.
     """
-    buckets: dict[tuple[str, str], list[list[Run]]] = {}
+    buckets: dict[tuple[str, Axes], list[list[Run]]] = {}
     for run in runs:
         parts = buckets.setdefault((run.unit, run.holders), [[]])
         filled = sum(each.numel for each in parts[-1]) * itemsize

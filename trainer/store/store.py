@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.config import OptimConfig
 from trainer.linear.weight import Weight
 from trainer.linear.wgrads import Wgrads
+from trainer.mesh.layout import Axis
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.adamw import IntervalTable
 from trainer.ops.dtypes import wide_dtype
@@ -51,7 +52,7 @@ class ParameterStore:
     ) -> None:
         self.table, self.mesh, self.options = table, mesh, options
         self.buckets = [
-            Bucket(plan, options.dtype, mesh.device, mesh.holders(plan.holders), sharded=options.sharded,
+            Bucket(plan, options.dtype, mesh.device, mesh.along(plan.holders), sharded=options.sharded,
                    moments=options.moments, with_optimizer=options.with_optimizer,
                    splits_master=options.splits_master)
             for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
@@ -84,7 +85,7 @@ class ParameterStore:
         part = slice(offset, offset + run.numel)
         gradient = bucket.gradients[part].view(run.shape) if self.options.with_optimizer else None
         name, values = " + ".join(run.names), bucket.parameters[part].view(run.shape)
-        contributes = first.contributes_on(self.mesh.coords)
+        contributes = first.contributes_on(self.mesh.layout, self.mesh.coords)
         number = len(self._weights_of)
         return Weight(
             name, values, gradient, contributes=contributes, wgrads=self.wgrads, before_use=bucket.arrive,
@@ -98,8 +99,8 @@ class ParameterStore:
         waits for what the first has yet to send, and nothing that waits for all kernels could go on.
         """
         bucket = self.buckets[number]
-        stages = {self.mesh.layout.coords(rank).pp for rank in bucket.group.ranks}
-        if bucket.count_contribution() and self.options.overlaps_reduce and len(stages) == 1:
+        is_on_one_stage = Axis.ENDS not in bucket.group.axes
+        if bucket.count_contribution() and self.options.overlaps_reduce and is_on_one_stage:
             self._start_reduce(number)
 
     def _start_reduce(self, number: int) -> None:

@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 
 import trainer
 from ckptkit.model.layout import Coords, ParallelLayout
+from ckptkit.model.placement import Cut, Placement
 from tests.trainer.support.ranks import run_ranks
+from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError
-from trainer.mesh.group import Group
-from trainer.mesh.layout import groups_needed
+from trainer.mesh.clock import Clock
+from trainer.mesh.group import Group, Network
+from trainer.mesh.layout import GROUPS, Axis, groups_needed, holders
 from trainer.mesh.mesh import ProcessMesh
 from trainer.mesh.processes import Channel
+from trainer.store.parameter import Parameter
 
 CPU = torch.device("cpu")
 SIZES = st.integers(1, 4)
@@ -40,7 +44,7 @@ def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
         "world": mesh.world,
         "tp": mesh.tp,
         "dp": mesh.dp,
-        **{name: mesh.holders(name) for name in ("tp_dp", "ends_dp")},
+        **{name: mesh.along(GROUPS[name]) for name in ("tp.cp.dp", "cp.dp.ends")},
     }.items():
         total = group.all_reduce(torch.tensor([float(1 << rank)]))
         largest = group.start("all_reduce", torch.tensor([float(rank)]), "max").wait()
@@ -79,8 +83,8 @@ def test_groups_of_tp2_pp3() -> None:
             "world": list(range(6)),
             "tp": [layout.rank(Coords(tp=tp, pp=at.pp)) for tp in range(2)],
             "dp": [rank],
-            "tp_dp": [layout.rank(Coords(tp=tp, pp=at.pp)) for tp in range(2)],
-            "ends_dp": [rank] if at.pp == 1 else [pipeline[0], pipeline[2]],
+            "tp.cp.dp": [layout.rank(Coords(tp=tp, pp=at.pp)) for tp in range(2)],
+            "cp.dp.ends": [rank] if at.pp == 1 else [pipeline[0], pipeline[2]],
         }
         for name, ranks in expected.items():
             total, rows = float(sum(ranks)), [[each, -each] for each in ranks]
@@ -90,18 +94,39 @@ def test_groups_of_tp2_pp3() -> None:
         assert found["links"] == (pairs[at.pp], pairs[at.pp + 1])
 
 
-@given(tp=SIZES, dp=SIZES, pp=SIZES)
-def test_groups_are_the_ranks_that_share_coordinates(tp: int, dp: int, pp: int) -> None:
-    layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
+@st.composite
+def layouts(draw: st.DrawFn) -> ParallelLayout:
+    """Layouts of up to 72 ranks, of which ep borrows some, with etp=1 those of tp too."""
+    tp, cp, dp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(SIZES), draw(st.integers(1, 3))
+    etp = 1 if tp > 1 and draw(st.booleans()) else None
+    lent = cp * dp * (tp if etp else 1)
+    ep = draw(st.sampled_from([n for n in range(1 + bool(etp), lent + 1) if lent % n == 0]))
+    return ParallelLayout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, etp=etp)
+
+
+@given(layout=layouts())
+def test_groups_are_the_ranks_that_share_coordinates(layout: ParallelLayout) -> None:
+    tp, dp, pp = layout.tp, layout.dp, layout.pp
     places = {rank: layout.coords(rank) for rank in range(layout.world_size)}
     ends = {0, pp - 1}
+
+    def lent(at: Coords) -> tuple[int, object]:
+        """The place of a rank among those that ep borrows, in whose order neighbours differ along it; and the rest."""
+        place, other = layout.rank(replace(at, pp=0)), at.pp
+        return (place, other) if layout.etp else (place // tp, (at.tp, other))
+
     equal = {  # the ranks of a group are all that agree in this; None is in no group
         "world": lambda at: (),
-        "tp": lambda at: (at.dp, at.pp),
-        "dp": lambda at: (at.tp, at.pp),
-        "tp_dp": lambda at: at.pp,
-        "kv_dp": lambda at: (at.tp, at.pp),
-        "ends_dp": lambda at: at.tp if at.pp in ends else None,
+        "tp": lambda at: (at.cp, at.dp, at.pp),
+        "cp": lambda at: (at.tp, at.dp, at.pp),
+        "dp": lambda at: (at.tp, at.cp, at.pp),
+        "cp.dp": lambda at: (at.tp, at.pp),
+        "tp.cp.dp": lambda at: at.pp,
+        "kv.cp.dp": lambda at: (at.tp, at.pp),
+        "cp.dp.ends": lambda at: at.tp if at.pp in ends else None,
+        "ep": lambda at: (lent(at)[0] // layout.ep, lent(at)[1]),
+        "edp": lambda at: (lent(at)[0] % layout.ep, lent(at)[1]),
+        "tp.edp": lambda at: (lent(at)[0] % layout.ep, at.pp),
     }
     needed = groups_needed(layout)
     for name, key in equal.items():
@@ -113,21 +138,69 @@ def test_groups_are_the_ranks_that_share_coordinates(tp: int, dp: int, pp: int) 
     for name in ("activations", "gradients"):
         for first, second in needed[name]:
             assert (places[first].pp + 1, places[first].tp) == (places[second].pp, places[second].tp)
-        assert len(set(needed[name])) == len(needed[name]) == tp * dp * (pp - 1)
+        assert len(set(needed[name])) == len(needed[name]) == tp * layout.cp * dp * (pp - 1)
     links = {"activations", "gradients", "activations_back", "gradients_back"}
     assert needed.keys() == equal.keys() | links
     assert needed["activations_back"] == needed["gradients_back"] == []
-    back = groups_needed(ParallelLayout(tp=tp, dp=dp, pp=pp, virtual=2))["activations_back"]
-    assert len(set(back)) == len(back) == (tp * dp if pp > 1 else 0)
+    back = groups_needed(replace(layout, virtual=2))["activations_back"]
+    assert len(set(back)) == len(back) == (tp * layout.cp * dp if pp > 1 else 0)
     for first, last in back:
         assert (places[first].pp, replace(places[first], pp=pp - 1)) == (0, places[last])
 
 
 def test_neighbours_hold_the_same_key_value_heads() -> None:
     layout = ParallelLayout(tp=4, dp=2)
-    assert groups_needed(layout, kv_replicas=2)["kv_dp"] == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert groups_needed(layout, kv_replicas=4)["kv_dp"] == groups_needed(layout)["tp_dp"]
-    assert groups_needed(layout)["kv_dp"] == groups_needed(layout)["dp"]
+    assert groups_needed(layout, kv_replicas=2)["kv.cp.dp"] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert groups_needed(layout, kv_replicas=4)["kv.cp.dp"] == groups_needed(layout)["tp.cp.dp"]
+    assert groups_needed(layout)["kv.cp.dp"] == groups_needed(layout)["cp.dp"] == groups_needed(layout)["dp"]
+
+
+PLACEMENTS = {
+    "norm": Placement(0),
+    "matrix": Placement(0, (Cut(0),)),
+    "key-value heads": Placement(0, (Cut(0, max_parts=2),)),
+    "one head": Placement(0, (Cut(0, max_parts=1),)),
+    "experts": Placement(0, (Cut(0, "ep"), Cut(1, "tp"))),
+    "biases of experts": Placement(0, (Cut(0, "ep"),)),
+}
+
+
+@given(layout=layouts(), name=st.sampled_from(sorted(PLACEMENTS)))
+def test_holders_are_the_ranks_that_have_the_same_box(layout: ParallelLayout, name: str) -> None:
+    """Whatever the cuts: the group follows from the placement, and so do those who contribute to its sums."""
+    placement, kv_replicas = PLACEMENTS[name], max(layout.tp // (1 if name == "one head" else 2), 1)
+    shape, places = (layout.ep * 4, 4), [layout.coords(rank) for rank in range(layout.world_size)]
+    boxes = [(at.pp, placement.local_box(name, shape, layout, at)) for at in places]
+    axes = holders(placement, layout)
+    assert GROUPS[".".join(axes)] == axes
+    groups = groups_needed(layout, kv_replicas)[".".join(axes)]
+    for rank, box in enumerate(boxes):
+        same = tuple(other for other, each in enumerate(boxes) if each == box)
+        assert [ranks for ranks in groups if rank in ranks] == [same]
+    row, is_cut = Parameter(shape, placement, None), any(cut.axis == "tp" for cut in placement.cuts)
+    for rank, at in enumerate(places):
+        before = [layout.rank(replace(at, tp=tp)) for tp in range(at.tp)]  # of the same tokens
+        expected = is_cut or all(boxes[other] != boxes[rank] for other in before)
+        assert row.contributes_on(layout, at) == expected
+
+
+def test_waits_are_counted_by_the_axes_of_a_group() -> None:
+    causes = {name: Group(name, (0,), 0, Clock(CPU), axes=axes).cause for name, axes in GROUPS.items()}
+    assert [name for name, cause in causes.items() if cause == "comm_tp"] == ["tp"]
+    assert {name for name, cause in causes.items() if cause == "comm_world"} == {"cp", "ep"}
+    assert Group("world", (0,), 0, Clock(CPU)).cause == "comm_world"
+
+
+def test_a_mesh_has_groups_along_cp_and_ep() -> None:
+    def exchange(rank: int, *, network: Network) -> tuple[Any, ...]:
+        mesh = ProcessMesh(ParallelLayout(tp=2, cp=2, ep=4, dp=2), rank, CPU, timeout_s=60, network=network)
+        groups = (mesh.tp, mesh.cp, mesh.dp, mesh.ep, mesh.along((Axis.EDP,)))
+        assert all(group.all_reduce(torch.tensor([rank])).item() == sum(group.ranks) for group in groups)
+        return tuple(group.ranks for group in groups)
+
+    found = run_threads(8, exchange)
+    assert found[0] == ((0, 1), (0, 2), (0, 4), (0, 2, 4, 6), (0,))
+    assert found[7] == ((6, 7), (5, 7), (3, 7), (1, 3, 5, 7), (7,))
 
 
 def test_one_process_needs_no_process_group() -> None:

@@ -8,6 +8,7 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import MODELS, config_for, make_engine
 from trainer.config import Config
+from trainer.mesh.layout import GROUPS
 from trainer.model.table import local_runs, parameter_table
 from trainer.store.initial import initial_values
 
@@ -54,9 +55,9 @@ def test_each_parameter_belongs_to_the_ranks_that_hold_it() -> None:
     layout = ParallelLayout(tp=2, pp=2, dp=2)
     table = parameter_table(small("gpt2"))
     runs = {run.names[0]: run for run in local_runs(small("gpt2"), table, layout, layout.coords(0))}
-    assert runs["embed.weight"].holders == "ends_dp", "tied: both end stages hold it"
-    assert runs["pos.weight"].holders == runs["layers.0.norm1.bias"].holders == "tp_dp"
-    assert runs["layers.0.attn.out.bias"].holders == "tp_dp"
+    assert runs["embed.weight"].holders == GROUPS["cp.dp.ends"], "tied: both end stages hold it"
+    assert runs["pos.weight"].holders == runs["layers.0.norm1.bias"].holders == GROUPS["tp.cp.dp"]
+    assert runs["layers.0.attn.out.bias"].holders == GROUPS["tp.cp.dp"]
     assert runs["layers.0.attn.q.weight"].names == tuple(f"layers.0.attn.{name}.weight" for name in "qkv")
     assert runs["layers.0.attn.q.bias"].shape == (48,)
     last = {run.names[0] for run in local_runs(small("gpt2"), table, layout, layout.coords(7))}

@@ -62,7 +62,7 @@ def test_the_sum_over_two_stages_waits_for_the_last_send() -> None:
 
     kinds = run_threads(2, calls_of_the_first_step, made)[1]
     last_send = max(place for place, kind in enumerate(kinds) if kind == ("send", "gradients"))
-    assert kinds.index(("reduce_scatter", "ends_dp")) > last_send
+    assert kinds.index(("reduce_scatter", "cp.dp.ends")) > last_send
 
 
 def losses_of_rows(rank: int, config: Config, lengths: Sequence[int], *, network: Network) -> list[tuple[float, float]]:

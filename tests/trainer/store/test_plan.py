@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.mesh.layout import OVER_DATA, Axis
 from trainer.store.plan import BucketPlan, Run, plan_buckets, plan_runs
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 
 
 def runs_of(shapes: list[tuple[int, ...]]) -> list[Run]:
-    return [Run({f"p{number}": shape}, "unit", "dp") for number, shape in enumerate(shapes)]
+    return [Run({f"p{number}": shape}, "unit", OVER_DATA) for number, shape in enumerate(shapes)]
 
 
 @given(shapes=SHAPES, itemsize=st.sampled_from([2, 4, 8]), num_holders=st.integers(1, 5))
@@ -43,7 +44,7 @@ def test_runs_are_aligned_and_apart(shapes: list[tuple[int, ...]], itemsize: int
 def test_fused_parameters_are_one_matrix_without_gaps() -> None:
     shapes = {"norm": (3,), "q": (4, 3), "out": (3, 4), "k": (2, 3), "v": (2, 3)}
     names = dict.fromkeys(shapes, "layer")
-    runs = plan_runs(shapes, [("q", "k", "v")], names, dict.fromkeys(shapes, "dp"))
+    runs = plan_runs(shapes, [("q", "k", "v")], names, dict.fromkeys(shapes, OVER_DATA))
     assert [run.names for run in runs] == [("norm",), ("q", "k", "v"), ("out",)]
     assert runs[1].shape == (8, 3)
     (bucket,) = plan_buckets(runs, 1 << 20, 4)
@@ -64,8 +65,12 @@ def test_runs_go_into_buckets_in_order(shapes: list[tuple[int, ...]], bytes_each
 @pytest.mark.parametrize("differs", ["unit", "holders"])
 def test_no_bucket_spans_units_or_holders(differs: str) -> None:
     runs = [
-        Run({"a": (3,)}, "layers.0", "dp"),
-        Run({"b": (3,)}, "layers.1" if differs == "unit" else "layers.0", "dp" if differs == "unit" else "tp_dp"),
-        Run({"c": (3,)}, "layers.0", "dp"),
+        Run({"a": (3,)}, "layers.0", OVER_DATA),
+        Run(
+            {"b": (3,)},
+            "layers.1" if differs == "unit" else "layers.0",
+            OVER_DATA if differs == "unit" else (Axis.TP, *OVER_DATA),
+        ),
+        Run({"c": (3,)}, "layers.0", OVER_DATA),
     ]
     assert [bucket.runs for bucket in plan_buckets(runs, 1 << 20, 4)] == [(runs[0], runs[2]), (runs[1],)]
