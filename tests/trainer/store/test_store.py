@@ -14,6 +14,7 @@ from tests.trainer.support.weights import handle
 from trainer.config import Config
 from trainer.engine import Engine
 from trainer.mesh.group import Network
+from trainer.run.stage_times import Nobody
 
 
 def test_the_first_contribution_overwrites_and_later_ones_add() -> None:
@@ -107,3 +108,12 @@ def test_holders_share_the_optimizer_state_norms_included(layout: str) -> None:
     padding = 64 * 3 * 2 * parsed.world_size * 40  # at most 64 bytes a bucket, holder and state
     assert 0 <= sum(held) - 16 * num_parameters <= padding
     assert sum(held) < 1.3 * 16 * num_parameters
+
+
+def test_a_step_walks_no_ranks_however_many_hold_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(config_for("gpt2", ParallelLayout(dp=8)))
+    engine = make_engine(0, config, network=Nobody(8))
+    batch, places = local_batch(config, 0, engine.mesh), []
+    monkeypatch.setattr(ParallelLayout, "coords", lambda self, rank: places.append(rank))
+    engine.train_step(0, batch)
+    assert places == [], "what never changes is computed once"
