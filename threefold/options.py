@@ -51,7 +51,8 @@ class Option:
     not by commas, and may be one text in TOML. An argument that `takes_rest` has all words of the command line as they
     are, flags too. `parse` reads a text where the type says too little; its ValueError says
     what is wrong. Of the fields that share an `exclusive` name one may be given. With `keeps_bits` a run that goes on
-    with another value repeats its bits, or is refused.
+    with another value repeats its bits, or is refused. `needs` are other fields, without whose values it has no effect:
+    `threefold.needs` makes a fault of each that is not so.
     """
 
     help: str = ""
@@ -70,6 +71,7 @@ class Option:
     takes_rest: bool = False
     parse: Callable[[str], Any] | None = None
     exclusive: str = ""
+    needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keeps_bits: bool = False
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from datakit.stream.mixture_config import MixtureConfig, Plan, plan, segments
 from datakit.stream.steps import Steps
 from threefold.errors import UserError
+from threefold.needs import unmet
 from threefold.options import Fault, FlagText, merge, option, raise_faults, read_toml, walk
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from datakit.tokenization.identity import TokenizerIdentity
 
 SAMPLE = "examples/gpt-small.toml"
+PACKED, MEGATRON = ("best_fit", "pad"), {"order": "megatron"}
+READS_URLS = {"a store behind a URL": lambda table: not table.places or any("://" in path for path in table.places)}
+READS_FILES = {"a store on a file system": lambda table: not all("://" in path for path in table.places or [""])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +49,31 @@ class BlendConfig:
     stores: tuple[str, ...] = option((), "token stores, made by datakit preprocess", keeps_bits=True)
     weights: tuple[float, ...] = option((), "one weight a store; empty means equal", above=0)
     packing: Literal["concat", "best_fit", "pad"] = option(
-        "concat", "how documents become rows: concat cuts all tokens; best_fit and pad need datakit pack"
+        "concat",
+        "how documents become rows: concat cuts all tokens; best_fit and pad need datakit pack",
+        needs={"order": "permuted"},
     )
-    indices: tuple[str, ...] = option((), "folders of packing indices; empty: each in its store", keeps_bits=True)
+    indices: tuple[str, ...] = option(
+        (), "folders of packing indices; empty: each in its store", keeps_bits=True, needs={"packing": PACKED}
+    )
     reading: Literal["auto", "mmap", "pread"] = option(
         "auto",
         "how rows are read: out of mapped files, or with reads; auto: with reads on file systems of other machines",
         keeps_bits=True,
+        needs=READS_FILES,
     )
     shuffle: Literal["rows", "blocks"] = option(
-        "rows", "what is shuffled: single rows, or for stores behind URLs blocks of rows, and the rows of some blocks"
+        "rows",
+        "what is shuffled: single rows, or for stores behind URLs blocks of rows, and the rows of some blocks",
+        needs={"order": "permuted"},
     )
-    block_tokens: int = option(1 << 22, "tokens of a block of shuffle = blocks", minimum=1)
-    cache: str = option("", "local folder, through which stores behind URLs are read", keeps_bits=True)
-    cache_mib: int = option(10240, "its size; the processes of a machine share it", minimum=1, keeps_bits=True)
+    block_tokens: int = option(1 << 22, "tokens of a block of shuffle = blocks", minimum=1, needs={"shuffle": "blocks"})
+    cache: str = option(
+        "", "local folder, through which stores behind URLs are read", keeps_bits=True, needs=READS_URLS
+    )
+    cache_mib: int = option(
+        10240, "its size; the processes of a machine share it", minimum=1, keeps_bits=True, needs=READS_URLS
+    )
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between stores, weights, packing and cache of this table."""
@@ -68,17 +83,10 @@ class BlendConfig:
             if count and count != len(self.stores):
                 text = f"{table}.{name} has {count} entries for {len(self.stores)} {table}.stores"
                 found.append(({f"{table}.{name}", f"{table}.stores"}, text))
-        if self.indices and self.packing == "concat":
-            text = f"{table}.indices are of packed rows, and {table}.packing is concat"
-            found.append(({f"{table}.indices", f"{table}.packing"}, text))
         remote = [path for path in self.places if "://" in path]
         if remote and not self.cache:
             text = f"{remote[0]} is read through a local folder, and {table}.cache names none"
             found.append(({f"{table}.cache", f"{table}.stores"}, f"{text}: --{table}.cache /local/cache"))
-        given = [name for name in ("cache", "cache_mib") if getattr(self, name) != getattr(BlendConfig(), name)]
-        for name in given if self.places and not remote else ():
-            text = f"{table}.{name} is for stores behind URLs, and none of {table}.stores is: leave it out"
-            found.append(({f"{table}.{name}", f"{table}.stores"}, text))
         return found
 
     @property
@@ -112,7 +120,7 @@ class BlendConfig:
         if not self.stores:
             hint = f"--{table}.stores DIR, made by datakit preprocess"
             raise UserError(f"{table}.stores names no token store", hint=hint)
-        raise_faults(f"[{table}]", self.faults(table), hint=f"{SAMPLE} documents every key")
+        raise_faults(f"[{table}]", self.faults(table) + unmet(self, f"{table}."), hint=f"{SAMPLE} documents every key")
 
     @property
     def copies_differ(self) -> bool:
@@ -146,19 +154,28 @@ class StreamConfig(BlendConfig):
     reset_positions: bool = option(False, "count positions from 0 after each end of document")
     document_mask: bool = option(False, "let attention not cross documents")
     pad_to_multiple_of: int = option(
-        0, "cut batches of packed rows to their longest one, rounded up to a multiple of this; 0: whole rows", minimum=0
-    )
+        0, "cut batches of packed rows to their longest one, rounded up to a multiple of this; 0: whole rows",
+        minimum=0, needs={"packing": PACKED},
+    )  # fmt: skip
     max_epochs: int = option(0, "epochs after which the run saves and ends; 0: no end", minimum=0, keeps_bits=True)
-    mixture: tuple[MixtureConfig, ...] = option((), "what changes from a sample on: [[data.mixture]]", keeps_bits=True)
+    mixture: tuple[MixtureConfig, ...] = option(
+        (), "what changes from a sample on: [[data.mixture]]", keeps_bits=True, needs={"order": "permuted"}
+    )
     order: Literal["permuted", "megatron"] = option(
         "permuted", "which sample comes when: megatron repeats the datasets of megatron-core"
     )
     split: tuple[float, ...] = option(
-        (), "megatron: shares of training, validation and test documents; empty: all train", minimum=0
+        (), "megatron: shares of training, validation and test documents; empty: all train", minimum=0, needs=MEGATRON
     )
-    train_samples: int = option(0, "megatron: samples of the whole run; 0: up to train.train_steps", minimum=0)
-    mid_level_dataset_surplus: float = option(0.005, "megatron: what each weighted store holds beyond", minimum=0)
-    start_sample: int = option(0, "megatron: the sample of the order at which the run begins", minimum=0)
+    train_samples: int = option(
+        0, "megatron: samples of the whole run; 0: up to train.train_steps", minimum=0, needs=MEGATRON
+    )
+    mid_level_dataset_surplus: float = option(
+        0.005, "megatron: what each weighted store holds beyond", minimum=0, needs=MEGATRON
+    )
+    start_sample: int = option(
+        0, "megatron: the sample of the order at which the run begins", minimum=0, needs=MEGATRON
+    )
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -172,35 +189,12 @@ class StreamConfig(BlendConfig):
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between the fields of this table."""
-        found = BlendConfig.faults(self, table) + self._order_faults(table)
-        if self.pad_to_multiple_of and self.packing == "concat":
-            text = f"{table}.pad_to_multiple_of cuts padding, and rows of {table}.packing concat have none"
-            found.append(({f"{table}.pad_to_multiple_of", f"{table}.packing"}, text))
-        return found or plan(self.stores, self.weights, self.mixture, table)[1]
-
-    def _order_faults(self, table: str) -> list[Fault]:
-        """Return the faults between the order of samples and the other fields."""
-        if self.order == "permuted":
-            given = [name for name in ("split", "train_samples", "start_sample") if getattr(self, name)]
-            return [
-                ({f"{table}.{name}", f"{table}.order"}, f'{table}.{name} needs {table}.order = "megatron"')
-                for name in given
-            ]
         from datakit.stream.megatron_order import split_fault
 
-        found: list[Fault] = []
-        if self.mixture:
-            text = f"{table}.mixture changes a stream, and the order of Megatron is one for a whole run"
-            found.append(({f"{table}.mixture", f"{table}.order"}, text))
-        if self.packing != "concat":
-            text = f"{table}.packing is {self.packing}, and the order of Megatron cuts rows itself"
-            found.append(({f"{table}.packing", f"{table}.order"}, text))
-        if self.shuffle != "rows":
-            text = f"{table}.shuffle is {self.shuffle}, and the order of Megatron shuffles rows"
-            found.append(({f"{table}.shuffle", f"{table}.order"}, text))
+        found = BlendConfig.faults(self, table)
         if self.split and (fault := split_fault(self.split)):
             found.append(({f"{table}.split"}, f"{table}.{fault}"))
-        return found
+        return found or plan(self.stores, self.weights, self.mixture, table)[1]
 
     def open(
         self, steps: StepConfig, *, table: str, recorded: "Recorded | None" = None, is_draft: bool = False
@@ -325,7 +319,7 @@ class RunStream:
                 tables[name] = {key: value for key, value in table.items() if key in names}
         found: list[Fault] = []
         run = walk(cls, merge({name: tables[name] for name in known if name in tables}, overrides or {}), found)
-        raise_faults(path, found or run.data.faults("data"), hint=f"{SAMPLE} documents every key")
+        raise_faults(path, found or run.data.faults("data") + unmet(run), hint=f"{SAMPLE} documents every key")
         return run
 
     def open(self, recorded: "Recorded | None" = None) -> "Blend":

@@ -1,6 +1,7 @@
 """Faults that several fields of a configuration make together."""
 
 from threefold.errors import UserError
+from threefold.needs import unmet
 from threefold.options import Fault
 from trainer.config import Config, OptimConfig
 from trainer.config.resolve import cuts_tokens, layers_by_hand, longest_row, row_lengths, tiers_of
@@ -12,7 +13,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *model_faults(config),
         *layout_faults(config, world_size),
         *data_faults(config),
-        *sum_faults(config),
+        *unmet(config),
         *schedule_faults(config),
         *op_faults(config),
         *tier_faults(config),
@@ -117,14 +118,6 @@ def layout_faults(config: Config, world_size: int) -> list[Fault]:
     return []
 
 
-def sum_faults(config: Config) -> list[Fault]:
-    """Return faults in how gradients are summed."""
-    if config.parallel.grad_reduce == "bf16" and config.parallel.zero_stage == 0:
-        text = "parallel.grad_reduce bf16 is for gradients with one owner each: --parallel.zero-stage 1"
-        return [({"parallel.grad_reduce", "parallel.zero_stage"}, text)]
-    return []
-
-
 def data_faults(config: Config) -> list[Fault]:
     """Return faults between stores and their weights, in positions, and an evaluation without a validation set."""
     faults = config.data.faults("data") + config.data.valid.faults("data.valid")
@@ -153,9 +146,6 @@ def data_faults(config: Config) -> list[Fault]:
         text = "data.pad_to_multiple_of is for loops of your own: the trainer's rows keep their length"
         faults.append(({"data.pad_to_multiple_of"}, text))
     valid = config.data.valid
-    if valid.order == "megatron" and config.data.order != "megatron":
-        text = 'data.valid.order = "megatron" reads a part of data.split: it needs data.order = "megatron"'
-        faults.append(({"data.valid.order", "data.order"}, text))
     if config.train.eval_interval and not valid.stores and valid.order == "permuted":
         text = f"train.eval_interval {config.train.eval_interval} needs data.valid.stores"
         faults.append(({"train.eval_interval", "data.valid.stores"}, text))
@@ -190,25 +180,18 @@ def schedule_faults(config: Config) -> list[Fault]:
     """Return faults in the schedule, in how the state is kept, and in when to save."""
     optim, save = config.optim, config.checkpoint
     faults = rate_faults(optim, optim.decay_steps or config.train.train_steps)
-    if optim.moments == "bf16" and config.train.precision == "fp64":
-        text = "optim.moments bf16 is for precisions bf16 and fp32: --optim.moments wide"
-        faults.append(({"optim.moments", "train.precision"}, text))
     if optim.moments == "bf16" and max(optim.beta1, optim.beta2) > 0.99:
         text = f"optim.moments bf16 is too coarse for beta1 {optim.beta1:g}, beta2 {optim.beta2:g}: each 0.99 at most"
         faults.append(({"optim.moments", "optim.beta1", "optim.beta2"}, text))
-    if optim.master == "split" and config.train.precision != "bf16":
-        text = f"optim.master split is for precision bf16, not {config.train.precision}: --optim.master wide"
-        faults.append(({"optim.master", "train.precision"}, text))
     if optim.master == "split" and save.overlap == "on":
         text = "checkpoint.overlap on needs optim.master wide: split masters are put together in the gradients' memory"
         faults.append(({"optim.master", "checkpoint.overlap"}, text))
     if save.keep_best and save.keep_best_metric == "val_loss" and not config.train.eval_interval:
         text = f"checkpoint.keep_best {save.keep_best} by val_loss needs train.eval_interval"
         faults.append(({"checkpoint.keep_best", "checkpoint.keep_best_metric", "train.eval_interval"}, text))
-    for name, interval in (("save_interval", save.save_interval), ("save_interval_s", save.save_interval_s)):
-        if interval > 0 and not save.save:
-            text = f"checkpoint.{name} {interval:g} needs checkpoint.save"
-            faults.append(({f"checkpoint.{name}", "checkpoint.save"}, text))
+    if save.save_interval_s > 0 and not save.save:
+        text = f"checkpoint.save_interval_s {save.save_interval_s:g} needs checkpoint.save"
+        faults.append(({"checkpoint.save_interval_s", "checkpoint.save"}, text))
     if -1 < save.save_interval_s < 0:
         text = f"checkpoint.save_interval_s must be -1, 0 or seconds, got {save.save_interval_s:g}"
         faults.append(({"checkpoint.save_interval_s"}, text))
@@ -222,6 +205,9 @@ def op_faults(config: Config) -> list[Fault]:
         if form == "apex" and config.train.precision == "fp64":
             text = f"ops.{op} apex is for precisions bf16 and fp32: --ops.{op} csrc"
             faults.append(({f"ops.{op}", "train.precision"}, text))
+    if ops.rope != "csrc" and config.model.position != "rope" and not config.model.qk_norm:
+        text = f"ops.rope {ops.rope} is for rotary positions and norms of heads: --model.position rope"
+        faults.append(({"ops.rope", "model.position", "model.qk_norm"}, text))
     if ops.adamw != "csrc" and config.optim.moments == "bf16":
         text = f"ops.adamw {ops.adamw} has no moments of another dtype than the masters': --optim.moments wide"
         faults.append(({"ops.adamw", "optim.moments"}, text))
@@ -229,10 +215,7 @@ def op_faults(config: Config) -> list[Fault]:
 
 
 def tier_faults(config: Config) -> list[Fault]:
-    """Return faults in what is written of the tiers, and a rewind without them."""
-    if config.checkpoint.rewind and not (config.checkpoint.load and config.checkpoint.save):
-        names = {f"checkpoint.{name}" for name in ("rewind", "load", "save")}
-        return [(names, "checkpoint.rewind needs checkpoint.load, a step of the run in checkpoint.save")]
+    """Return faults in what is written of the tiers."""
     try:
         tiers = tiers_of(config)
     except UserError as error:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from threefold.needs import GIVEN
 from threefold.options import option
 
 SAVE_INTERVAL_S = 600.0  # of a run that asks for no interval
@@ -26,10 +27,10 @@ class CheckpointConfig:
     )  # fmt: skip
     rewind: bool = option(
         False, "go on from the older step of the run itself that `load` names; newer steps are set aside",
-        shorthands={"--rewind": "true"},
+        shorthands={"--rewind": "true"}, needs={"load": GIVEN, "save": GIVEN},
     )  # fmt: skip
     save_interval: int = option(0, "save every so many steps; 0 leaves it to save_interval_s", minimum=0,
-                                flags=["--save-interval"])  # fmt: skip
+                                flags=["--save-interval"], needs={"save": GIVEN})  # fmt: skip
     save_interval_s: float = option(
         -1.0,
         "save at the first step so many seconds after the last save; 0 never; -1 means "
@@ -42,7 +43,9 @@ class CheckpointConfig:
     keep_last: int = option(0, "keep the newest N steps after each save; with all keep_* 0 all stay", minimum=0)
     keep_every: int = option(0, "keep the first step at or after each multiple of this", minimum=0)
     keep_best: int = option(0, "keep the N steps with the smallest keep_best_metric", minimum=0)
-    keep_best_metric: str = option("val_loss", "val_loss, loss, or any other number in a checkpoint's metadata")
+    keep_best_metric: str = option(
+        "val_loss", "val_loss, loss, or any other number in a checkpoint's metadata", needs={"keep_best": GIVEN}
+    )
     keep_hourly: int = option(0, "keep the newest step of each of the last N hours that have one", minimum=0)
     stripe_count: int = option(0, "on Lustre, stripes of each file; 0 chooses, -1: one on every target", minimum=-1)
     stripe_size_bytes: int = option(0, "on Lustre, bytes of a stripe, in units of 65536; 0 chooses", minimum=0)

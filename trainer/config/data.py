@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from datakit import BlendConfig, StreamConfig
+from threefold.needs import GIVEN
 from threefold.options import Fault, option
+
+MEGATRON, PERMUTED = {"order": "megatron"}, {"order": "permuted"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,15 +16,21 @@ class ValidConfig(BlendConfig):
 
     num_samples: int = option(64, "how many fixed samples an evaluation reads", minimum=1)
     order: Literal["permuted", "megatron"] = option(
-        "permuted", "which samples these are: megatron reads data.stores, the validation part of data.split"
+        "permuted",
+        "which samples these are: megatron reads data.stores, the validation part of data.split",
+        needs={"data.order": "megatron"},
     )
-    order_samples: int = option(0, "megatron: validation samples of the whole run; 0: num_samples", minimum=0)
+    order_samples: int = option(
+        0, "megatron: validation samples of the whole run; 0: num_samples", minimum=0, needs=MEGATRON
+    )
     seed: int | None = option(
         None, "permuted: seed of which samples these are; left out: 0, or what a run that goes on began with",
-        minimum=0, maximum=2**63 - 1,
+        minimum=0, maximum=2**63 - 1, needs=PERMUTED,
     )  # fmt: skip
     orders_copies: bool | None = option(
-        None, "permuted: copies of a store have an order each; left out: true, or what a run that goes on began with"
+        None,
+        "permuted: copies of a store have an order each; left out: true, or what a run that goes on began with",
+        needs=PERMUTED,
     )
 
     @property
@@ -49,5 +58,7 @@ class DataConfig(StreamConfig):
         "", "tokenizer file of the stores, checked against them; used by generate, else the stores' own copy",
         keeps_bits=True,
     )  # fmt: skip
-    any_tokenizer: bool = option(False, "take data.tokenizer though another made the stores", keeps_bits=True)
+    any_tokenizer: bool = option(
+        False, "take data.tokenizer though another made the stores", keeps_bits=True, needs={"tokenizer": GIVEN}
+    )
     valid: ValidConfig = field(default_factory=ValidConfig)

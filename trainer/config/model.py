@@ -5,6 +5,8 @@ from typing import Literal
 
 from threefold.options import option
 
+ROPE, LLAMA3 = {"position": "rope"}, {"rope_scaling": "llama3"}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -24,14 +26,22 @@ class ModelConfig:
     norm_eps: float = option(1e-5, "added to the variance in a norm", above=0)
     position: Literal["rope", "learned", "none"] = option("rope", "how positions enter the model")
     num_positions: int = option(0, "rows of learned positions; 0 means train.seq_length", minimum=0)
-    rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
+    rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0, needs=ROPE)
     rope_scaling: Literal["none", "linear", "llama3"] = option(
-        "none", "rotary frequencies for longer texts: all divided by rope_factor, or as in Llama 3.1"
+        "none", "rotary frequencies for longer texts: all divided by rope_factor, or as in Llama 3.1", needs=ROPE
     )
-    rope_factor: float = option(1.0, "what rope_scaling divides frequencies by", above=0)
-    rope_low_factor: float = option(1.0, "llama3 divides frequencies of fewer turns than this in full", above=0)
-    rope_high_factor: float = option(4.0, "llama3 leaves frequencies of more turns than this as they are", above=0)
-    rope_original_length: int = option(8192, "tokens that llama3 counts the turns of a frequency in", minimum=1)
+    rope_factor: float = option(
+        1.0, "what rope_scaling divides frequencies by", above=0, needs={"rope_scaling": ("linear", "llama3")}
+    )
+    rope_low_factor: float = option(
+        1.0, "llama3 divides frequencies of fewer turns than this in full", above=0, needs=LLAMA3
+    )
+    rope_high_factor: float = option(
+        4.0, "llama3 leaves frequencies of more turns than this as they are", above=0, needs=LLAMA3
+    )
+    rope_original_length: int = option(
+        8192, "tokens that llama3 counts the turns of a frequency in", minimum=1, needs=LLAMA3
+    )
     attention_window: int = option(
         0,
         "sliding window of a loaded model's attention: rows may be no longer; 0 means none",
@@ -40,7 +50,7 @@ class ModelConfig:
     )
     activation: Literal["swiglu", "gelu"] = option("swiglu", "the MLP's nonlinearity")
     bias: bool = option(False, "biases in linear layers and norms")
-    qkv_bias: bool = option(False, "biases of queries, keys and values alone")
+    qkv_bias: bool = option(False, "biases of queries, keys and values alone", needs={"bias": False})
     qk_norm: bool = option(False, "normalise queries and keys of each head")
     tie_embeddings: bool = option(False, "use the embedding table as the output head")
     dropout: float = option(0.0, "dropout probability after embedding, attention and MLP", minimum=0, below=1)

@@ -41,12 +41,15 @@ class OptimConfig:
     beta2: float = option(0.95, "decay of the second moment", minimum=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
     moments: Literal["wide", "bf16"] = option(
-        "wide", "dtype of both moments: wide is that of the masters, bf16 takes half the memory and rounds once a step"
+        "wide",
+        "dtype of both moments: wide is that of the masters, bf16 takes half the memory and rounds once a step",
+        needs={"train.precision": ("bf16", "fp32")},
     )
     master: Literal["wide", "split"] = option(
         "wide",
         "how fp32 masters of bf16 weights are kept; split: the low 16 bits beside the weight, half the memory",
         keeps_bits=True,
+        needs={"train.precision": "bf16"},
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", minimum=0)
     clip: float = option(1.0, "largest global gradient norm; 0 means no clipping", minimum=0)

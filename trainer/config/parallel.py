@@ -53,6 +53,7 @@ class ParallelConfig:
         "dtype in which gradients travel to their owners, who add in the wide one; bf16 halves the traffic, rounds "
         "each rank's part and takes 4 bytes a parameter during the sums",
         flags=["--grad-reduce"],
+        needs={"zero_stage": 1},
     )
     overlap_param_gather: bool = option(
         True, "update and gather parameters beside the next forward", flags=["--overlap-param-gather"], keeps_bits=True

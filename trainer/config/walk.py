@@ -4,7 +4,7 @@ The order of precedence is defaults, then the file, then flags. Each field is th
 short ones. All faults are reported at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from ckptkit import HfFolder, open_source, parse_tiers
 from threefold import options
 from threefold.errors import CheckFailed, UserError
 from threefold.flags import Settings
+from threefold.needs import effective
 from threefold.options import Fault, FlagText, leaves, merge, raise_faults, walk
 from trainer.config import Config
 from trainer.config.check import cross_faults
@@ -29,8 +30,9 @@ def load_config(path: str | None, overrides: Settings | None = None, *, world_si
     Sizes that were left at 0 are filled in, but vocab_size: the token stores know it. Where a checkpoint is gone on
     from, or loaded, `[model]` begins as its model. Raises one UserError that lists all faults.
     """
-    tables = with_model(read_toml(path) if path else {}, overrides or {})
-    return config_from(tables, overrides, source=path or "flags", world_size=world_size)
+    written = read_toml(path) if path else {}
+    tables, given = with_model(written, overrides or {}), names_in(written)
+    return config_from(tables, overrides, source=path or "flags", world_size=world_size, given=given)
 
 
 def with_model(tables: dict[str, Any], overrides: Settings) -> dict[str, Any]:
@@ -81,18 +83,35 @@ def recorded_model(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_from(
-    tables: Mapping[str, Any], overrides: Settings | None = None, *, source: str, world_size: int | None = 1
+    tables: Mapping[str, Any],
+    overrides: Settings | None = None,
+    *,
+    source: str,
+    world_size: int | None = 1,
+    given: Collection[str] | None = None,
 ) -> Config:
-    """Return the checked configuration from nested tables; see load_config."""
+    """Return the checked configuration from nested tables; see load_config.
+
+    `given` are the names that a user wrote in the tables, by default all. What else is there was recorded; if it is
+    without effect, its default takes its place.
+    """
     refuse_beyond(tables.get("model"), source)
     found: list[Fault] = []
-    config = walk(Config, merged(tables, overrides or {}, found), found)
+    asked_for = {*(names_in(tables) if given is None else given), *(overrides or {})}
+    config = effective(walk(Config, merged(tables, overrides or {}, found), found), but=asked_for)
     if world_size is None:
         world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
     faulty = {name for names, _ in found for name in names}  # these hold defaults: what they imply does not count
     found += [fault for fault in cross_faults(config, world_size) if not implied(fault, faulty)]
     raise_faults(source, found, hint=HINT)
     return resolve(config, world_size)
+
+
+def names_in(tables: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """Return the dotted names of all that nested tables hold."""
+    names = {prefix + name for name in tables}
+    inner = (names_in(value, f"{prefix}{name}.") for name, value in tables.items() if isinstance(value, Mapping))
+    return names.union(*inner)
 
 
 def refuse_beyond(model: Any, source: str) -> None:

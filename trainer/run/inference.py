@@ -56,7 +56,9 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
         tables["train"] = {**tables["train"], "gradient_accumulation_steps": 0, "eval_interval": 0}
     flags = {name: flag for name, flag in overrides.items() if not name.startswith(("checkpoint.", "log."))}
     source = config_path or f"the configuration in step {step} of {run.storage.url}"
-    config = settled(config_from(tables, flags, source=source, world_size=world_size), recorded_config(root))
+    given = None if config_path else ()
+    checked = config_from(tables, flags, source=source, world_size=world_size, given=given)
+    config = settled(checked, recorded_config(root))
     if not config.model.vocab_size and "embed.weight" in root.tensors:
         vocab_size = root.tensors["embed.weight"].shape[0]
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))

@@ -173,7 +173,7 @@ def test_a_run_s_file_says_how_rows_are_packed(tmp_path: Path, cli: Cli, capsys:
     path.write_text(text.replace("best_fit", "concat") + f"indices = ['{folder}', 'b']\n" + train)
     with pytest.raises(UserError, match=r"data\.indices has 2 entries for 1 data\.stores") as caught:
         RunStream.read(str(path))
-    assert "data.indices are of packed rows, and data.packing is concat" in caught.value.message
+    assert 'data.indices needs data.packing = "best_fit" or "pad", which is "concat"' in caught.value.message
     path.write_text(text.replace("best_fit", "pad") + train)
     assert cli("blame", path, "--step", 1) == 2
     assert f"hint: datakit pack {store.path} --seq-length 4 --packing pad" in capsys.readouterr().err

@@ -87,8 +87,14 @@ def test_the_order_of_megatron_is_opened_by_its_keys(tmp_path: Path, store: Toke
     [
         ("start_sample = 4", 'data.start_sample needs data.order = "megatron"'),
         ("order = 'megatron'\nsplit = [0, 0]", "data.split 0,0 does not sum"),
-        ("order = 'megatron'\npacking = 'pad'", "the order of Megatron cuts rows itself"),
-        ("order = 'megatron'\n[[data.mixture]]\nfrom_sample = 4\nskip = [[5, 6]]", "is one for a whole run"),
+        (
+            "order = 'megatron'\npacking = 'pad'",
+            'data.packing needs data.order = "permuted", which is "megatron": --data.order permuted',
+        ),
+        (
+            "order = 'megatron'\n[[data.mixture]]\nfrom_sample = 4\nskip = [[5, 6]]",
+            'data.mixture needs data.order = "permuted"',
+        ),
     ],
 )
 def test_keys_that_the_order_of_megatron_refuses(tmp_path: Path, keys: str, fault: str) -> None:
@@ -120,8 +126,8 @@ def test_the_order_of_megatron_is_read_from_a_url(tmp_path: Path, store: TokenSt
 @pytest.mark.parametrize(
     ("keys", "fault"),
     [
-        ("stores = ['a']\ncache = 'c'", "data.cache is for stores behind URLs, and none of data.stores is"),
-        ("stores = ['a']\ncache_mib = 7", "data.cache_mib is for stores behind URLs, and none of data.stores is"),
+        ("stores = ['a']\ncache = 'c'", "data.cache needs a store behind a URL"),
+        ("stores = ['a']\ncache_mib = 7", "data.cache_mib needs a store behind a URL"),
         (
             "stores = ['a']\n[[data.mixture]]\nfrom_sample = 4\nadd = {'s3://bucket/b' = 1.0}",
             "s3://bucket/b is read through a local folder, and data.cache names none",

@@ -105,7 +105,7 @@ def test_what_cannot_be_evaluated(trained: Path, capsys: pytest.CaptureFixture[s
         ([trained / "run", "--data.valid.order", "megatron"], "data.valid.stores have an order of their own"),
         (
             [trained / "run", "--data.valid.order", "megatron", "--data.valid.stores", ""],
-            'it needs data.order = "megatron"',
+            'data.valid.order needs data.order = "megatron"',
         ),
         (
             [trained / "run", "--data.valid.order", "megatron", "--data.valid.stores", "", "--data.order", "megatron"],

@@ -1,0 +1,107 @@
+"""No option without effect: what a run does not read under a mode is refused there, or a reason is written here."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datakit import MixtureConfig, TokenStore, pack
+from tests.trainer.checkpoint.test_changes import LEAVES, flipped, with_value
+from tests.trainer.support.training import call
+from threefold.flags import Settings
+from threefold.options import FlagText, Leaf
+from trainer import config as tables
+from trainer.checkpoint.changes import value_of
+from trainer.config.check import cross_faults
+from trainer.config.walk import load_config
+
+TABLES = {
+    tables.ModelConfig: "model",
+    tables.ParallelConfig: "parallel",
+    tables.DataConfig: "data",
+    tables.ValidConfig: "data.valid",
+    tables.OptimConfig: "optim",
+    tables.TrainConfig: "train",
+    tables.OpsConfig: "ops",
+    tables.CheckpointConfig: "checkpoint",
+    tables.LogConfig: "log",
+}
+BOOKKEEPING = ("dataclasses.py", "<string>", "needs.py", "options.py", "config/check.py", "checkpoint/changes.py")
+FREE = {  # what a run need not read, and why it may be set all the same
+    "model.num_positions": "command lines of Megatron-LM must have it, with rotary positions too",
+    "parallel.sequence_parallel": "one file serves any layout: it waits for tp > 1",
+    "parallel.schedule": "one file serves any layout: it waits for pp > 1",
+    "optim.wsd_decay": "it is for a start that finds a cool-down, too",
+    "checkpoint.strict": "it is for a start that finds a step",
+    "checkpoint.exchange": "it is for a start that finds a step",
+}
+
+
+@contextmanager
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Collect the names of options that are read, other than to be checked, compared or recorded."""
+    names: set[str] = set()
+
+    def read(table: Any, name: str) -> Any:
+        code = sys._getframe(1).f_code
+        if not code.co_filename.endswith(BOOKKEEPING) and code.co_name not in ("faults", "check"):
+            names.add(f"{TABLES[type(table)]}.{name}")
+        return object.__getattribute__(table, name)
+
+    with monkeypatch.context() as patch:
+        for table in TABLES:
+            patch.setattr(table, "__getattribute__", read)
+        yield names
+
+
+def another(leaf: Leaf, value: Any) -> Any:
+    """Return another value of an option, of its type."""
+    if leaf.name == "data.mixture":
+        return (MixtureConfig(from_sample=5, skip=((6, 7),)),)
+    return (*value, "other") if leaf.kind == tuple[str, ...] else flipped(leaf, value)
+
+
+def settings(flags: dict[str, object]) -> Settings:
+    return {name: FlagText(str(value), f"--{name}") for name, value in flags.items()}
+
+
+def mode(name: str, folder: Path, tmp_path: Path) -> dict[str, object]:
+    """Return what a mode sets."""
+    if name == "packed":
+        pack(TokenStore.open(folder / "train").path, seq_length=32, packing="best_fit")
+    return {
+        "rows": {},
+        "learned": {"model.position": "learned"},
+        "blocks": {"data.shuffle": "blocks"},
+        "megatron": {"data.order": "megatron"},
+        "url": {"data.stores": f"file://{folder}/train", "data.cache": tmp_path / "cache"},
+        "packed": {"data.packing": "best_fit", "data.document_mask": "true"},
+        "repeated": {"parallel.zero_stage": 0},
+        "bf16": {"train.precision": "bf16"},
+        "long": {"model.rope_scaling": "llama3", "model.rope_factor": 8},
+    }[name]
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows", "learned", "blocks", "megatron", "url", "packed", "repeated", "bf16", "long"])
+def test_an_option_is_read_or_refused(
+    name: str, job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = mode(name, job_config.parent, tmp_path)
+    flags = [word for key, value in chosen.items() for word in (f"--{key.replace('_', '-')}", value)]
+    with reads(monkeypatch) as names:
+        run = ["--save", tmp_path / "run", "--train-steps", 2, "--train.eval-interval", 1]
+        assert call("train", job_config, *run, "--metrics", tmp_path / "m.jsonl", *flags) == 0
+    config = load_config(str(job_config), settings(chosen | {"checkpoint.save": tmp_path / "run"}))
+    silent = []
+    for leaf in LEAVES:
+        other = with_value(config, leaf.name, another(leaf, value_of(config, leaf.name)))
+        is_refused = any(leaf.name in fault for fault, _ in cross_faults(other, 1))
+        if leaf.name not in names and not is_refused and leaf.name not in FREE:
+            silent.append(leaf.name)
+    assert not silent, " ".join(silent)
+    assert len(names) > 60
