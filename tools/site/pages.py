@@ -12,6 +12,7 @@ from os.path import relpath
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tools import results_page as results
 from tools.site.commands import command_pages
 from tools.site.configuration import configuration_page
 from tools.site.foreign_names import foreign_names_page
@@ -22,7 +23,11 @@ CONFIG = ROOT / "zensical.toml"
 RESULTS = "benchmarks/*/results*.md"  # pages that a page lists, and the contents need not
 SOURCES = tomllib.loads(CONFIG.read_text())["project"]["repo_url"]
 WIDE = ("docs/index.md",)  # pages without a list of their headings beside them
-MOVED = {"docs/index.md": "index.md", "README.md": "journeys.md"}  # pages that have another place in the site
+MOVED = {
+    "docs/index.md": "index.md",
+    "README.md": "journeys.md",
+    "benchmarks/README.md": "benchmarks/index.md",
+}  # pages that have another place in the site
 LINK = re.compile(r"(\]\(|\bsrc=\"|\bhref=\")(?![a-z]+:|#)([^)\s\"#]+)")
 LIST_ITEM = re.compile(r"(?:[-*+]|1[.)]) ")
 
@@ -60,14 +65,11 @@ def made_pages() -> dict[str, str]:
 
 
 def results_page() -> str:
-    """Return the page that lists the results of benchmarks, by kit and date, the newest first."""
-    lines = [
-        "# Measured results\n",
-        "Each page is of one day and its machines; ratios within one run are what holds.\n",
-    ]
+    """Return the page of what holds today, and of the results of benchmarks by kit and date, the newest first."""
+    lines = [results.page(results.rows()), "## All results\n"]
     for folder in sorted((ROOT / "benchmarks").iterdir()):
         pages = sorted(folder.glob("results*.md"), reverse=True) if folder.is_dir() else []
-        lines += [f"## {folder.name}\n"] if pages else []
+        lines += [f"### {folder.name}\n"] if pages else []
         for page in pages:
             day = page.stem.removeprefix("results").lstrip("-") or "all"
             title = page.read_text().partition("\n")[0].removeprefix("# ")
