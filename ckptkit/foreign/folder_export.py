@@ -4,21 +4,17 @@ A note is put into the folder before any file and goes last. Killed, the same ca
 in their full size under an equal note are kept, as a file has its name only once it is whole.
 """
 
-import mmap
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from shlex import quote
-
-import numpy as np
 
 from ckptkit.check.verify import check_files
 from ckptkit.foreign.folder_claim import FolderClaim
 from ckptkit.format.root import Root
-from ckptkit.io.blocks import Bytes, Columns
+from ckptkit.io.blocks import Bytes
 from ckptkit.io.data_files import write_blocks
+from ckptkit.io.double_buffer import Load, double_buffered
 from ckptkit.io.room import refuse_full
 from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.chunk_source import ChunkSource
@@ -49,34 +45,6 @@ class ExportReport:
     seconds: float
     dry_run: bool = False
     num_certified: int = 0
-
-
-class FileBlocks:
-    """The blocks of one file of a size; a kind of file says how a block is loaded. Blocks are loaded in their order."""
-
-    def __init__(self, size_bytes: int, block_bytes: int) -> None:
-        self._size, self._block_bytes = size_bytes, block_bytes
-        self._buffers = [np.frombuffer(mmap.mmap(-1, min(block_bytes, size_bytes)), np.uint8) for _ in range(2)]
-
-    def load(self, start: int, block: Bytes) -> None:
-        """Fill a block with the bytes of the file from `start` on."""
-        raise NotImplementedError
-
-    def blocks(self, progress: Callable[[int], None]) -> Iterator[Columns]:
-        """Yield rows of (address, bytes); the memory of one is used again two blocks later."""
-        with ThreadPoolExecutor(1) as ahead:
-            loading = ahead.submit(self._loaded, 0)
-            for start in range(0, self._size, self._block_bytes):
-                block = loading.result()
-                if start + self._block_bytes < self._size:
-                    loading = ahead.submit(self._loaded, start + self._block_bytes)
-                yield np.array([(block.ctypes.data, len(block))], np.uint64)
-                progress(start + len(block))
-
-    def _loaded(self, start: int) -> Bytes:
-        block = self._buffers[start // self._block_bytes % 2][: self._size - start]
-        self.load(start, block)
-        return block
 
 
 class SourceSums:
@@ -118,13 +86,15 @@ class SourceSums:
 class FolderPlan:
     """What an export writes: large files, by their sizes, and then small ones, whose bytes are known.
 
-    `heads` are the beginnings of the large files, `blocks` are theirs by name, made as each file's turn comes.
+    `heads` are the beginnings of the large files. `loads` fill blocks of `block_bytes` of a file by its name, and are
+    made as each file's turn comes.
     """
 
     note: bytes
     large: Mapping[str, int]
     heads: Mapping[str, bytes]
-    blocks: Callable[[str], FileBlocks]
+    loads: Callable[[str], Load]
+    block_bytes: int
     small: Mapping[str, bytes]
 
 
@@ -144,22 +114,23 @@ def write_folder(
     check_files(source)
     hidden_bytes = claim.make_room(dry_run=dry_run)
     refuse_full(target, total - done - (hidden_bytes if dry_run else 0))
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(done, total)
+
     if not dry_run and len(kept) < len(sizes):
         with claim:
             for name, size_bytes in plan.large.items():
                 if name in kept:
                     keep_file(target, name)
                     continue
-                blocks = plan.blocks(name).blocks(partial(_advance, progress, done, total))
+                blocks = double_buffered(plan.loads(name), size_bytes, plan.block_bytes, advance)
                 write_blocks(target, name, size_bytes, blocks, is_reused=True)
-                done += size_bytes
             for name, data in plan.small.items():
                 target.write(name, data)
     return ExportReport(
         source.url, target.url, source.root.step, len(sizes), total - sum(kept.values()), sum(kept.values()),
         time.monotonic() - started_s, dry_run, sums.num_certified,
     )  # fmt: skip
-
-
-def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> None:
-    progress(before + num_bytes, total)

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import Columns, shown_names
 from ckptkit.io.data_files import open_reader, write_blocks
+from ckptkit.io.double_buffer import Load, double_buffered
 from ckptkit.io.sums import ChunkSums
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import Storage
 from threefold.storage.local import keep_file
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 8 << 20  # two of them are in memory
 NOT_AS_SAVED = "holds other values than were saved, by their sums"
 
 
@@ -50,19 +51,15 @@ def copy_part(
     return sizes[False], sizes[True]
 
 
-def blocks_of(read: Callable[[npt.ArrayLike], None], size_bytes: int) -> Iterator[Columns]:
-    """Yield a data file's blocks as `read` fills them, in a block of memory that is used again for each."""
-    buffer = np.empty(min(BLOCK_BYTES, size_bytes), np.uint8)
-    for start in range(0, size_bytes, BLOCK_BYTES):
-        size = min(BLOCK_BYTES, size_bytes - start)
-        read([(start, size, buffer.ctypes.data)])
-        yield np.array([(buffer.ctypes.data, size)], np.uint64)
+def loading(read: Callable[[npt.ArrayLike], None]) -> Load:
+    """Return what fills a block of a data file by `read`, which takes rows of (offset, bytes, address)."""
+    return lambda start, block: read([(start, len(block), block.ctypes.data)])
 
 
 def verified_blocks(storage: Storage, key: str, index: PartIndex) -> Iterator[Columns]:
     """Yield the blocks of a data file, each verified against its index before it is handed out."""
     with closing(open_reader(storage, key, index.size_bytes, index.checksums)) as reader:
-        yield from blocks_of(partial(reader.read, num_threads=1), index.size_bytes)
+        yield from double_buffered(loading(partial(reader.read, num_threads=1)), index.size_bytes, BLOCK_BYTES)
 
 
 def _is_kept(storage: Storage, key: str) -> bool:

@@ -2,8 +2,8 @@
 
 Each granule is checked against its checksum before it is written, files are copied side by side, and the root goes
 last, by an exclusive write: a copy that was killed is not a checkpoint, and the same copy goes on with it. What it
-keeps is made durable first, and then read past the page cache. Memory: a block of 16 MiB a file in work, and what the
-uploads hold.
+keeps is made durable first, and then read past the page cache. Memory: two blocks of 8 MiB a file in work, and what
+the uploads hold.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ from shlex import quote
 
 from ckptkit.check.verify import check_files, verify_checkpoint
 from ckptkit.format.keys import ROOT_KEY, step_folder
-from ckptkit.format.part_copy import blocks_of, copy_part
+from ckptkit.format.part_copy import BLOCK_BYTES, copy_part, loading
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Columns
+from ckptkit.io.double_buffer import double_buffered
 from ckptkit.io.room import refuse_full
 from ckptkit.loading.chunk_source import reading_threads
 from ckptkit.loading.reader import CheckpointReader
@@ -154,15 +155,17 @@ class _Copying:
         keys = (f"{self._source.files.folder}/{part.data}", f"{self._source.files.folder}/{part.index}")
         left = part.data_bytes
 
-        def blocks() -> Iterator[Columns]:
+        def advance(num_bytes: int) -> None:
             nonlocal left
+            left -= num_bytes
+            self._advance(num_bytes)
+
+        def blocks() -> Iterator[Columns]:
             with self._source.files.loss_as_damage(part.data, part.data_bytes, part):
                 reader = self._source.files.open_part(number, index.checksums)
             with closing(reader):
-                for rows in blocks_of(partial(self._source.files.read_part, number, reader), part.data_bytes):
-                    yield rows
-                    left -= int(rows[0, 1])
-                    self._advance(int(rows[0, 1]))
+                load = loading(partial(self._source.files.read_part, number, reader))
+                yield from double_buffered(load, part.data_bytes, BLOCK_BYTES, advance)
 
         sizes = copy_part(blocks(), self._target, keys, index, text, num_threads=2)
         if left:  # the file was kept

@@ -17,6 +17,7 @@ from ckptkit.check.verify import check_files
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_copy import is_whole
 from ckptkit.format.root import Root, attempt_of_head
+from ckptkit.io.double_buffer import ahead
 from ckptkit.io.room import refuse_full
 from ckptkit.io.striping import Striper
 from ckptkit.loading.chunk_source import RewriteSource, usual_threads
@@ -248,13 +249,8 @@ class _Rewriting:
         striper.prepare(self._storage, f"{self._folder}/{self._targets[0].keys[0]}", largest, len(self._targets))
         loader = Loader(self._source, self.left)
         done = 0
-        with ThreadPoolExecutor(1) as ahead:
-            loading = [ahead.submit(loader.load, batch) for batch in [next(batches, [])]]
-            while loading:
-                areas = loading.pop().result()
-                batch = next(batches, None)
-                if batch is not None:
-                    loading.append(ahead.submit(loader.load, batch))
+        with contextlib.closing(ahead(loader.load, batches)) as loaded:  # ends its thread before files are removed
+            for areas in loaded:
                 done += writer.append(areas)
                 progress(done)
         writer.finish(self.left)

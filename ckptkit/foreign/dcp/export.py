@@ -18,7 +18,7 @@ from ckptkit.check.slabs import fill
 from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
 from ckptkit.foreign.dcp.torch_dist_folder import COMMON, COMMON_STATE, CONFIG
 from ckptkit.foreign.folder_claim import note_of
-from ckptkit.foreign.folder_export import ExportReport, FileBlocks, FolderPlan, Progress, SourceSums, write_folder
+from ckptkit.foreign.folder_export import ExportReport, FolderPlan, Progress, SourceSums, write_folder
 from ckptkit.foreign.hf.contents import FILES
 from ckptkit.foreign.hf.export import MAX_SHARD_BYTES
 from ckptkit.foreign.stored_parts import Place
@@ -103,7 +103,8 @@ def export_dcp(
         note=note_of(source, large | {name: len(data) for name, data in small.items()}, to=kind),
         large=large,
         heads={name: _head(file) for name, file in files.items()},
-        blocks=lambda name: _Blocks(source, files[name], sums),
+        loads=lambda name: _FileLoader(source, files[name], sums).load,
+        block_bytes=BLOCK_BYTES,
         small=small,
     )
     return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
@@ -207,11 +208,10 @@ def _head(file: DcpFile) -> bytes:
     return bytes(first.offset) + (first.around.head if first.around else b"")
 
 
-class _Blocks(FileBlocks):
-    """The blocks of one file."""
+class _FileLoader:
+    """What fills the blocks of one file."""
 
     def __init__(self, source: ChunkSource, file: DcpFile, sums: SourceSums) -> None:
-        super().__init__(file.size_bytes, BLOCK_BYTES)
         self._source, self._file, self._sums = source, file, sums
         self._starts = [item.offset for item in file.items]
         self._crc = 0  # of the item under way

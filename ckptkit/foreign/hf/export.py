@@ -12,7 +12,7 @@ import numpy as np
 from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
 from ckptkit.foreign.folder_claim import note_of
-from ckptkit.foreign.folder_export import ExportReport, FileBlocks, FolderPlan, Progress, SourceSums, write_folder
+from ckptkit.foreign.folder_export import ExportReport, FolderPlan, Progress, SourceSums, write_folder
 from ckptkit.foreign.hf.plan import Outgoing, Shard, export_of
 from ckptkit.io.blocks import Bytes
 from ckptkit.loading.chunk_source import ChunkSource
@@ -49,17 +49,17 @@ def export_folder(
         note=note_of(source, export.sizes, dtype=dtype),
         large={name: shard.size_bytes for name, shard in shards.items()},
         heads={name: shard.header for name, shard in shards.items()},
-        blocks=lambda name: _Blocks(source, shards[name], sums),
+        loads=lambda name: _ShardLoader(source, shards[name], sums).load,
+        block_bytes=BLOCK_BYTES,
         small=export.small,
     )
     return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
-class _Blocks(FileBlocks):
-    """The blocks of one shard."""
+class _ShardLoader:
+    """What fills the blocks of one shard."""
 
     def __init__(self, source: ChunkSource, shard: Shard, sums: SourceSums) -> None:
-        super().__init__(shard.size_bytes, BLOCK_BYTES)
         self._source, self._shard, self._sums = source, shard, sums
         self._starts = [len(shard.header)]
         for tensor in shard.tensors:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.check.slabs import fill
 from ckptkit.foreign.folder_claim import note_of
-from ckptkit.foreign.folder_export import ExportReport, FileBlocks, FolderPlan, Progress, SourceSums, write_folder
+from ckptkit.foreign.folder_export import ExportReport, FolderPlan, Progress, SourceSums, write_folder
 from ckptkit.foreign.zarr.folder import ATTRIBUTES, VERSION
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import tensor_lines
@@ -64,7 +64,8 @@ def export_tensorstore(
         note=note_of(source, {}, to="tensorstore"),
         large={name: chunk.size_bytes for name, chunk in chunks.items()},
         heads=dict.fromkeys(chunks, b""),
-        blocks=lambda name: _Blocks(source, chunks[name], sums),
+        loads=lambda name: _ChunkLoader(source, chunks[name], sums).load,
+        block_bytes=BLOCK_BYTES,
         small=small,
     )
     return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
@@ -130,11 +131,10 @@ def _check(names: list[str], url: str) -> None:
             raise UserError(f"{url} has tensors of which one's file {above} is a folder of another", hint="--to dcp")
 
 
-class _Blocks(FileBlocks):
-    """The blocks of one chunk."""
+class _ChunkLoader:
+    """What fills the blocks of one chunk."""
 
     def __init__(self, source: ChunkSource, chunk: Chunk, sums: SourceSums) -> None:
-        super().__init__(chunk.size_bytes, BLOCK_BYTES)
         self._source, self._chunk, self._sums = source, chunk, sums
 
     def load(self, start: int, block: Bytes) -> None:
