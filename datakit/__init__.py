@@ -14,8 +14,8 @@ Programs import these names and no other submodule:
 - the order of samples of megatron-core's datasets: MegatronBlend, MegatronOrder;
 - a stream that changes along the way: Segment, Mixture, StreamRecord, Recorded.
 
-No folder imports one that comes later: files, text, tokenization, format, shards, store, packing, remote, stream,
-dedup, preprocessing, foreign, reports.
+No folder imports one that comes later: files, text, tokenization, format, shards, store, rows, batches,
+order, loading, config, dedup, preprocessing, foreign, reports.
 """
 
 from threefold import __version__ as __version__

@@ -23,8 +23,9 @@ FOLDERS = {
                   "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "torch",
                 "check", "mapping", "rewrite", "foreign", "commands"],
-    "datakit": ["files", "text", "tokenization", "format", "shards", "store", "packing", "remote", "stream",
-                "data_loader", "dedup", "preprocessing", "foreign", "reports", "commands"],
+    "datakit": ["files", "text", "tokenization", "format", "shards", "store", "rows", "batches", "order", "loading",
+                "config", "packing", "remote", "data_loader", "dedup", "preprocessing", "foreign", "reports",
+                "commands"],
     "trainer": [
         "config", "job", "mesh", "ops",
         "linear", "store", "parallel", "model",

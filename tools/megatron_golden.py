@@ -2,7 +2,7 @@
 
 It runs under an interpreter that has megatron-core, and needs nothing else of this project:
 
-    python tools/megatron_golden.py tests/datakit/stream/megatron_golden.json
+    python tools/megatron_golden.py tests/datakit/order/megatron_golden.json
 
 Each case of the file is read again: its stores, in which the tokens count from 0 on, weights, split, row length, seed
 and samples. Of each part it notes the number of samples, an md5 of them all, and where the first ones begin. With

@@ -10,9 +10,9 @@ from threefold.errors import UserError, quoted
 from threefold.options import option
 
 if TYPE_CHECKING:
+    from datakit.config.steps import Steps
+    from datakit.order.blend import Blend
     from datakit.reports.provenance import Passages
-    from datakit.stream.blend import Blend
-    from datakit.stream.steps import Steps
 
 _SHOWN_TOKENS, _SHOWN_CHARACTERS = 48, 100
 _REPLACEMENT = "\ufffd"  # what a decoder makes of a character that is cut

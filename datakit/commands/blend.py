@@ -10,7 +10,7 @@ from threefold.console import print_table
 from threefold.options import option
 
 if TYPE_CHECKING:
-    from datakit.stream.mixture import Segment
+    from datakit.order.mixture import Segment
 
 
 @dataclass(frozen=True, kw_only=True)

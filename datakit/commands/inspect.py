@@ -115,8 +115,8 @@ def asks_for_excerpt(options: Options) -> bool:
 
 def inspect_excerpt(options: Options) -> None:
     """Show the tokens of one document or sample, as text if its tokenizer is there, and where they came from."""
-    from datakit.packing.packed_rows import Packing
     from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
+    from datakit.rows.packed_rows import Packing
     from datakit.store.token_store import TokenStore
 
     length = options.seq_length or 0

@@ -29,7 +29,7 @@ def run(options: Options) -> None:
     A document longer than a row is cut into row-long pieces first, and no shorter one is cut. The stream reads the rows
     with data.packing. The bytes do not depend on the threads, and the same command makes what a kill left undone.
     """
-    from datakit.packing.pack import pack
+    from datakit.rows.pack import pack
 
     folder, record = pack(
         options.store,

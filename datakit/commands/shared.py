@@ -4,16 +4,16 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from datakit.stream.steps import Steps
-from datakit.stream.stream_config import RunStream
+from datakit.config.steps import Steps
+from datakit.config.stream_config import RunStream
 from threefold.cli import print_json, print_line
 from threefold.console import log
 from threefold.flags import Settings, settings
 from threefold.options import argument, option
 
 if TYPE_CHECKING:
+    from datakit.order.blend import Blend
     from datakit.store.token_store import TokenStore
-    from datakit.stream.blend import Blend
 
 INPUT_HELP = (
     "files, folders, globs or URLs of such, of .jsonl, .ndjson, .json (one object a line) or .txt, plain, .gz, .zst, "
@@ -76,7 +76,7 @@ class OfRun(Reporting):
 
     def open(self) -> tuple["Blend", Steps, int]:
         """Return the blend that the run reads, which samples steps read of it, and the last step."""
-        from datakit.stream.stream_record import Recorded
+        from datakit.order.stream_record import Recorded
 
         stream = RunStream.read(self.config, self.flags)
         recorded = Recorded.read(self.recorded) if self.recorded else None

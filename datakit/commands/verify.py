@@ -18,8 +18,8 @@ def run(options: Options) -> int:
     files and in a local store their documents, in an archive the frames.
     """
     from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME
-    from datakit.packing.packing_index import RECORD_NAME
     from datakit.reports.verification import Fault, verify
+    from datakit.rows.packing_index import RECORD_NAME
 
     try:
         faults = verify(options.store)

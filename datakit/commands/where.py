@@ -11,8 +11,8 @@ from threefold.errors import UserError, quoted
 from threefold.options import option
 
 if TYPE_CHECKING:
-    from datakit.stream.blend import Blend
-    from datakit.stream.steps import Steps
+    from datakit.config.steps import Steps
+    from datakit.order.blend import Blend
 
 
 @dataclass(frozen=True, kw_only=True)

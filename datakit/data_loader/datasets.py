@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from datakit.batches.batch import PLAIN, BatchOptions, HostBatch
 from datakit.data_loader.loader_state import KEY, WAY_OUT, Geometry, parts_of, place_of
 from datakit.data_loader.model_batch import DATAKIT, TRANSFORMERS, check_format, for_transformers
 from datakit.data_loader.outer_loader import check_loader
 from datakit.data_loader.shared_place import SharedPlace
-from datakit.stream.arguments import whole_number
-from datakit.stream.batch import PLAIN, BatchOptions, HostBatch
-from datakit.stream.blend import Blend
-from datakit.stream.cursor import Cursor
-from datakit.stream.loader import Loader
+from datakit.loading.loader import Loader
+from datakit.order.arguments import whole_number
+from datakit.order.blend import Blend
+from datakit.order.cursor import Cursor
 from threefold.errors import UserError
 from threefold.packages import needed_for
 

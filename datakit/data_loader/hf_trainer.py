@@ -7,7 +7,7 @@ number of samples in the Trainer's state, and lets the dataset begin there, unde
 from typing import Any
 
 from datakit.data_loader.datasets import StreamDataset
-from datakit.stream.arguments import require
+from datakit.order.arguments import require
 from threefold.errors import UserError
 from threefold.packages import needed_for
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from datakit.data_loader.datasets import StreamDataset
-from datakit.stream.arguments import require
-from datakit.stream.cursor import Cursor
+from datakit.order.arguments import require
+from datakit.order.cursor import Cursor
 from threefold.errors import UserError
 
 HINT = 'kept.keep(batch) after each step of DataLoader(StreamDataset(...), batch_size=None): it needs batch["cursor"]'

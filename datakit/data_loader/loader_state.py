@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from datakit.stream.arguments import whole_number
+from datakit.order.arguments import whole_number
 from threefold.errors import UserError
 
 KEY = "geometry"

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from datakit.format.origins import Origin
 from datakit.format.shard import Int64s
+from datakit.order.blend import Blend
 from datakit.store.token_store import TokenStore
-from datakit.stream.blend import Blend
 from threefold.errors import CheckFailed, UserError, quoted
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from datakit.config.steps import Steps
 from datakit.format.shard import Int64s
+from datakit.order.blend import Blend
+from datakit.order.megatron_blend import MegatronBlend
 from datakit.store.token_store import TokenStore
-from datakit.stream.blend import Blend
-from datakit.stream.megatron_blend import MegatronBlend
-from datakit.stream.steps import Steps
 from threefold.plot import write_png
 
 UNREAD_PART = 0.01  # of a store's tokens may be in no row without a line

@@ -3,18 +3,13 @@
 Weights of 0 let a stream go on without it: how many rows it had, and which content, says all about the samples after.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from datakit.format.manifest import Manifest
-from datakit.format.origins import Origins
-from datakit.format.shard import Tokens, TokenShard
-from datakit.shards.document_places import DocumentPlaces
-from datakit.shards.shard_file import FilePiece
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 
 _UNKNOWN = Manifest("int32", TokenizerIdentity("", "", 0, None, None), ())
 
@@ -37,42 +32,15 @@ class GoneShards:
         """The tokens of one shard."""
         return [0, self.num_tokens]
 
-    @property
-    def document_starts(self) -> list[int]:
-        """Raise UserError: nobody knows."""
-        self.refuse()
-
-    def shard(self, number: int) -> TokenShard:
-        """Raise UserError: its tokens are not there."""
-        self.refuse()
-
-    def origins(self, number: int) -> Origins:
-        """Raise UserError: its documents are not there."""
-        self.refuse()
-
-    def tokens(self, number: int, start: int, stop: int) -> Tokens:
-        """Raise UserError: its tokens are not there."""
-        self.refuse()
-
-    def file_pieces(self, number: int, start: int, stop: int) -> Iterable[FilePiece]:
-        """Raise UserError: its files are not there."""
-        self.refuse()
-
-    def read_small(self, name: str) -> bytes | None:
-        """Raise UserError: its files are not there."""
-        self.refuse()
-
     def in_stretches_of(self, num_tokens: int) -> "GoneShards":
         """Return these shards, which nobody fetches."""
         return self
 
-    def document_places(self) -> DocumentPlaces:
-        """Raise UserError: its documents are not there."""
+    def __getattr__(self, name: str) -> Any:
+        """Raise UserError for all that other shards have: documents, tokens and files are not there."""
+        if name.startswith("_"):
+            raise AttributeError(name)
         self.refuse()
-
-    def damaged(self, what: str) -> CheckFailed:
-        """Return the error of a store that is not as it was written."""
-        return CheckFailed(what)
 
     def refuse(self) -> NoReturn:
         """Raise UserError, which says that they are gone."""

@@ -8,9 +8,8 @@ import pytest
 
 import ckptkit.io.blocks
 import datakit.format.native
-import datakit.packing.native
+import datakit.rows.native
 import datakit.shards.native
-import datakit.stream.native
 import threefold
 from threefold.errors import UserError
 from threefold.native import DOUBLE, HEADERS, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
@@ -53,9 +52,9 @@ def test_the_tables_are_those_of_the_headers() -> None:
     ops = pytest.importorskip("trainer.ops.native")
     tables: dict[str, Prototypes] = {
         "ckptkit/ckptkit.h": ckptkit.io.blocks.PROTOTYPES,
-        "datakit/datakit.h": datakit.stream.native.PROTOTYPES
-        | datakit.stream.native.MEGATRON_PROTOTYPES
-        | datakit.packing.native.PROTOTYPES
+        "datakit/datakit.h": datakit.rows.native.PROTOTYPES
+        | datakit.rows.native.MEGATRON_PROTOTYPES
+        | datakit.rows.native.PROTOTYPES
         | datakit.shards.native.PROTOTYPES
         | datakit.format.native.PROTOTYPES,
         "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datakit import BatchOptions, Blend, Cursor, HostBatch, Loader, TokenStore, write_store
-from datakit.stream.batch import PLAIN
+from datakit.batches.batch import PLAIN
 from tests.datakit.support.data_loaders import first_batches
 from threefold.errors import CheckFailed, UserError
 from threefold.installing import install

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from datakit import TokenStore, write_store
+from datakit.loading.read_ahead import NUM_THREADS, ReadAhead
 from datakit.shards import shard_tokens
 from datakit.shards.cached_shards import CachedShards
-from datakit.stream.read_ahead import NUM_THREADS, ReadAhead
 
 BLOCK_BYTES = 512
 

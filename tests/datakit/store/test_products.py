@@ -41,7 +41,7 @@ from datakit import (
     write_store,
 )
 from datakit.shards import shard_tokens
-from tests.datakit.packing.test_packing_format import compact
+from tests.datakit.rows.test_packing_format import compact
 from tests.datakit.test_token_store_format import permuted
 from threefold.errors import CheckFailed, UserError
 
@@ -317,7 +317,7 @@ def test_what_is_another_store_or_index_by_now_is_refused_by_name(
     folder, _ = pack(path, seq_length=L)
     content = pickle.dumps(TokenStore.open(path, rows=Packing("best_fit", L)))
     shutil.rmtree(folder)
-    monkeypatch.setattr("datakit.packing.pack.WINDOW_DOCUMENTS", 20)
+    monkeypatch.setattr("datakit.rows.pack.WINDOW_DOCUMENTS", 20)
     pack(path, seq_length=L)
     with pytest.raises(UserError, match=f"{folder} is not the index that was pickled"):
         pickle.loads(content)

@@ -1,0 +1,1 @@
+"""The stream in a run's configuration: its tables alone."""

@@ -1,0 +1,1 @@
+"""Steps of a rank, made ahead, and read ahead of what they are made of."""

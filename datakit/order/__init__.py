@@ -1,0 +1,1 @@
+"""Which sample comes when: mixture, epochs, the blend of them, cursors and records."""

@@ -1,1 +1,0 @@
-"""Stream: what training reads, blended and permuted batches that resume exactly."""
