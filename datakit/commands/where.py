@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     store = blend.stores[sources[0]]
     num_tokens, origin = len(store.document(document)), store.origin(document)
     if options.json:
-        found = {"store": str(store.path), "document": document, "num_tokens": num_tokens, **asdict(origin)}
+        found = {"store": store.place, "document": document, "num_tokens": num_tokens, **asdict(origin)}
         print_json({**found, "last_step": last, "reads": reads})
         return
     print_line(
@@ -52,9 +52,8 @@ def run(options: Options) -> None:
 def _document(blend: "Blend", asked: str) -> tuple[list[int], int]:
     """Return the numbers of the store in the blend, several if it is named repeatedly, and the document's number."""
     place, _, number = asked.rpartition(":")
-    known = [os.path.abspath(store.path) for store in blend.stores]
-    sources = [source for source, path in enumerate(known) if place and path == os.path.abspath(place)]
-    paths = [str(store.path) for store in blend.stores]
+    paths = [store.place for store in blend.stores]
+    sources = [source for source, path in enumerate(paths) if place and is_same_place(path, place)]
     if not number.isdecimal() or not place:
         raise UserError(f"{asked!r} is not a store and a number", hint=f"--document {quoted(f'{paths[0]}:0')}")
     if not sources:
@@ -63,6 +62,11 @@ def _document(blend: "Blend", asked: str) -> tuple[list[int], int]:
             hint=f"--document {quoted(f'{paths[0]}:{number}')}",
         )
     return sources, int(number)
+
+
+def is_same_place(place: str, named: str) -> bool:
+    """Return whether a path or a URL is that of a store's place."""
+    return place == named.rstrip("/") or ("://" not in named and os.path.abspath(place) == os.path.abspath(named))
 
 
 def _reads(blend: "Blend", steps: "Steps", last: int, sources: list[int], document: int) -> list[dict[str, Any]]:

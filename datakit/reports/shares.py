@@ -55,7 +55,7 @@ def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
         epochs = count / max(rows, 1)
         share = weight / sum(weights)
         held, unread = store.num_tokens, unread_tokens(store, rows, length)
-        found.append(Share(str(store.path), share, held, rows, length, read, count, epochs, num_repeated, unread))
+        found.append(Share(store.place, share, held, rows, length, read, count, epochs, num_repeated, unread))
     return tuple(found)
 
 
@@ -118,9 +118,9 @@ def _rows_read(blend: Blend, source: int, num_samples: int) -> Iterator[Int64s |
 
 
 def source_name(blend: Blend, source: int) -> str:
-    """Return the path of a source's store, with the length of its rows if the stream has several."""
+    """Return the place of a source's store, with the length of its rows if the stream has several."""
     length = f", rows of {blend.sources.seq_lengths[source]:,}" if len(blend.sources.lengths) > 1 else ""
-    return f"{blend.stores[source].path}{length}"
+    return f"{blend.stores[source].place}{length}"
 
 
 def write_plot(blend: Blend, steps: Steps, last: int, path: str | os.PathLike[str]) -> None:

@@ -108,6 +108,21 @@ def test_a_store_named_twice_is_found_twice(folder: Path, cli: Cli, capsys: Capt
     assert [read["sample"] for read in found] == [sample for sample, *_ in rows]
 
 
+def test_a_store_behind_a_url_is_named_by_it(folder: Path, cli: Cli, capsys: Capture, tmp_path: Path) -> None:
+    """In the order of Megatron too, which needs the places of all documents."""
+    near = (folder / "run.toml", "--data.stores", folder / "b", "--data.weights", "", "--data.order", "megatron")
+    url = f"file://{folder / 'b'}"
+    far = (*near, "--data.stores", url, "--data.cache", tmp_path / "cache")
+    reads = [
+        asked(cli, capsys, "where", *words, "--document", f"{place}:17")
+        for words, place in ((near, folder / "b"), (far, url))
+    ]
+    assert reads[0]["reads"] == reads[1]["reads"] != []
+    assert [found["store"] for found in reads] == [str(folder / "b"), url]
+    assert cli("blend", *far) == 0
+    assert f"the places of all 60 documents of {url}, for the order of Megatron: 720 bytes" in capsys.readouterr().out
+
+
 def test_flags_win_over_the_file(folder: Path, cli: Cli, capsys: Capture) -> None:
     words = ("blame", folder / "run.toml", "--step", 2, "--seq-length", 16, "--global-batch-size", 4, "--seed", 9)
     found = asked(cli, capsys, *words, "--data.stores", folder / "b", "--data.weights", "")

@@ -20,7 +20,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
     if model.num_kv_heads != model.num_heads:
         heads += f" ({model.num_kv_heads} of keys and values)"
     num_tokens, later = train.global_batch_size * train.seq_length, row_lengths(config)[1:]
-    stored = {str(store.path): store.num_tokens for store in blend.stores}  # one for each length of its rows
+    stored = {store.place: store.num_tokens for store in blend.stores}  # one for each length of its rows
     num_ranks = parallel.tp * parallel.pp * parallel.dp
     pp = f"{parallel.pp} of {parallel.virtual_stages} stages" if parallel.virtual_stages > 1 else f"{parallel.pp}"
     if parallel.pipeline_layout != "even" and parallel.pp > 1:

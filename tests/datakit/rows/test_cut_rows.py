@@ -108,7 +108,10 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pad_to_multiple_of -8"):
         BatchOptions(pad_to_multiple_of=-8)
     text = "[data]\nstores = ['s']\npad_to_multiple_of = {}\npacking = '{}'\n"
-    for value, packing, fault in ((-1, "pad", "must be at least 0"), (8, "concat", "rows of data.packing concat have")):
+    for value, packing, fault in (
+        (-1, "pad", "must be at least 0"),
+        (8, "concat", r"pad_to_multiple_of needs data\.packing"),
+    ):
         (tmp_path / "run.toml").write_text(text.format(value, packing))
         with pytest.raises(UserError, match=fault):
             RunStream.read(str(tmp_path / "run.toml"))
