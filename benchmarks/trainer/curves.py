@@ -88,7 +88,7 @@ def script_losses(config: Config, device: torch.device, scale: float) -> list[fl
         if parameter.placement.tied_to is None:
             place = (parameter.shape, mesh.layout, mesh.coords, config.train.seed, torch.float32, device)
             weights[name] = (initial_values(name, parameter, *place) * scale).requires_grad_()
-            groups[parameter.decays].append(weights[name])
+            groups[parameter.decay > 0].append(weights[name])
     decays = [{"params": groups[True], "weight_decay": optim.weight_decay}]
     adam = torch.optim.AdamW(
         [*decays, {"params": groups[False], "weight_decay": 0.0}], betas=(optim.beta1, optim.beta2), eps=optim.eps

@@ -9,7 +9,7 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import Different, require_equal
 from tests.trainer.support.experts import compare_experts
-from tests.trainer.support.faults import DP, FAULTS, PP, TP, Fault
+from tests.trainer.support.faults import DP, FAULTS, GROUPS, PP, TP, Fault
 from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.holder_faults import HOLDER_FAULTS
 from tests.trainer.support.parity import (
@@ -48,7 +48,7 @@ def config_of(fault: Fault) -> Config:
             schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
             sequence_parallel="on" if fault.cuts_tokens else "off",
         ),
-        optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05),
+        optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05, groups=fault.groups),
         train=TrainConfig(
             train_steps=5, seq_length=6, micro_batch_size=fault.micro_batch_size, global_batch_size=4,
             precision="fp64", device="cpu",
@@ -110,6 +110,11 @@ def test_without_a_fault_they_pass(
     """With 0 parts tokens are not cut."""
     options = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1)}
     compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}, **options))
+
+
+@pytest.mark.parametrize("layout", [None, TP, DP, PP], ids=str)
+def test_without_a_fault_groups_pass(layout: ParallelLayout | None) -> None:
+    compare(Fault("none", layout, lambda patch: None, groups=GROUPS))
 
 
 @pytest.mark.parametrize(

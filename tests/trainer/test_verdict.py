@@ -61,8 +61,4 @@ def test_after_a_bad_step_no_state_changes(precision: str) -> None:
 
 
 def states(store: ParameterStore) -> list[Tensor]:
-    return [
-        state
-        for bucket in store.buckets
-        for state in (bucket.parameters, bucket.master, bucket.exp_avg, bucket.exp_avg_sq)
-    ]
+    return [state for bucket in store.buckets for state in (bucket.parameters, bucket.master, *bucket.states.values())]

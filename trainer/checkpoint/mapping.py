@@ -8,6 +8,7 @@ import torch
 from ckptkit import Piece, TensorInfo
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.bucket import Bucket
+from trainer.store.optimizers import OPTIMIZERS, states_of
 from trainer.store.parameter import Parameter
 from trainer.store.plan import Segment
 from trainer.store.store import ParameterStore
@@ -16,26 +17,27 @@ from trainer.store.store import ParameterStore
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32"}
 READ_DTYPES = DTYPE_NAMES | {torch.bfloat16: "BF16", torch.float16: "F16"}  # of parameters that are converted
 FILES = "files/"  # how names of tensors begin that hold the files of an imported model
-MASTER, MOMENTS = "optim.master/", ("optim.exp_avg/", "optim.exp_avg_sq/")
+MASTER = "optim.master/"
 
 
 def tensor_table(
     table: Mapping[str, Parameter], dtype: torch.dtype, moments: torch.dtype | None = None
 ) -> list[TensorInfo]:
-    """Return the global tensors of a run in `dtype`, the same on every rank: parameters and moments.
+    """Return the global tensors of a run in `dtype`, the same on every rank: parameters and states of optimizers.
 
-    For bf16 the parameters are their fp32 masters. Without `moments` these are of the masters' dtype.
+    For bf16 the parameters are their fp32 masters. Without `moments` the states are of the masters' dtype.
     """
     master, wide = _master_prefix(dtype), DTYPE_NAMES[wide_dtype(dtype)]
     infos = []
-    for prefix in (master, *MOMENTS):
+    for state in (None, *states_of(table.values())):
+        prefix = master if state is None else _prefix(state)
         for name, row in table.items():
             placement = row.placement
+            if state is not None and (placement.tied_to or state not in OPTIMIZERS[row.optimizer].states):
+                continue
             if placement.tied_to is not None:
-                if prefix != master:
-                    continue
                 placement = replace(placement, tied_to=prefix + placement.tied_to)
-            kind = "BF16" if moments == torch.bfloat16 and prefix != master else wide
+            kind = "BF16" if moments == torch.bfloat16 and state is not None else wide
             infos.append(TensorInfo(prefix + name, kind, row.shape, placement))
     return infos
 
@@ -84,11 +86,15 @@ def _pieces(
     offset = segment.offset + (bucket.owned[0] - bucket.updated[0] if of_owned else 0)
     states = [(master, bucket.master)]
     if with_moments and store.options.with_optimizer:
-        states += zip(MOMENTS, (bucket.exp_avg, bucket.exp_avg_sq), strict=True)
+        states += [(_prefix(name), state) for name, state in bucket.states.items()]
     return [
         Piece(prefix + segment.name, box, segment.start, stop, state[offset : offset + stop - segment.start])
         for prefix, state in states
     ]
+
+
+def _prefix(state: str) -> str:
+    return f"optim.{state}/"
 
 
 def _master_prefix(dtype: torch.dtype) -> str:

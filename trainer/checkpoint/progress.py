@@ -14,7 +14,7 @@ from trainer.config import Config
 from trainer.store.lr import learning_rate
 
 YOUNG = {  # keys of the configuration that older code refuses, by table
-    "optim": ["schedule", "wsd_decay_steps", "wsd_decay", "cool_down_steps", "cool_down_from", "cool_down_lr"]
+    "optim": ["schedule", "wsd_decay_steps", "wsd_decay", "cool_down_steps", "cool_down_from", "cool_down_lr", "groups"]
 }
 
 

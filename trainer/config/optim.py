@@ -10,6 +10,17 @@ Shape = Literal["linear", "sqrt", "cosine", "exponential"]
 
 
 @dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """One `[[optim.groups]]`: factors for the parameters whose names fit a pattern; of several the first counts."""
+
+    pattern: str = option(..., 'names, such as "*.attn.q.*"; ckptkit inspect RUN shows them')
+    lr_factor: float = option(1.0, "times the learning rate of each step", minimum=0)
+    decay_factor: float | None = option(
+        None, "times weight_decay; without it 1 for matrices, 0 for norms and biases", minimum=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class OptimConfig:
     """`[optim]`: AdamW with a linear warm-up and a schedule."""
 
@@ -52,4 +63,5 @@ class OptimConfig:
         needs={"train.precision": "bf16"},
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", minimum=0)
+    groups: tuple[GroupConfig, ...] = option((), "factors of rate and weight decay by name: [[optim.groups]]")
     clip: float = option(1.0, "largest global gradient norm; 0 means no clipping", minimum=0)

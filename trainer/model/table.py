@@ -5,11 +5,15 @@ are one matrix for the arithmetic is said here too.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 from ckptkit import Coords, Cut, ParallelLayout, Placement
+from threefold.errors import UserError
 from trainer.config import Config, ModelConfig
+from trainer.config.optim import GroupConfig
 from trainer.config.resolve import cuts_tokens
 from trainer.mesh.layout import holders
 from trainer.model.stages import is_on_rank, stage_ranges
@@ -25,25 +29,49 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
     table = _rows(config)
     if cuts_tokens(config):  # each tensor-parallel rank has the part of its tokens
         table = {name: replace(row, is_partial=True) for name, row in table.items()}
-    return table
+    return with_groups(table, config.optim.groups)
+
+
+def with_groups(table: dict[str, Parameter], groups: Sequence[GroupConfig]) -> dict[str, Parameter]:
+    """Return a table whose rows have the factors of the first group that fits them; UserError if one fits no row.
+
+    For example "*.norm?.weight" fits layers.0.norm1.weight, and "head.weight" no row of its own if it is tied.
+    """
+    taken: set[str] = set()
+    found = dict(table)
+    for number, group in enumerate(groups):
+        fitting = {
+            name for name, row in table.items() if not row.placement.tied_to and fnmatchcase(name, group.pattern)
+        }
+        place = f"optim.groups[{number}].pattern {group.pattern!r}"
+        if not fitting:
+            near = get_close_matches(group.pattern, table, 1, 0) or list(table)[:1]
+            raise UserError(f"{place} fits no parameter; the names are such as {near[0]}")
+        if fitting <= taken:
+            raise UserError(f"{place} fits only what groups before it have taken, such as {min(fitting)}")
+        for name in fitting - taken:
+            decay = table[name].decay if group.decay_factor is None else group.decay_factor
+            found[name] = replace(table[name], rate=group.lr_factor, decay=decay)
+        taken |= fitting
+    return found
 
 
 def _rows(config: Config) -> dict[str, Parameter]:
     model = config.model
     hidden, vocab = model.hidden_size, model.vocab_size
     rows, round_to = (Cut(0),), model.round_vocab_to
-    embed = Parameter((vocab, hidden), Placement("first", rows, round_to=round_to), model.init_std, decays=True)
+    embed = Parameter((vocab, hidden), Placement("first", rows, round_to=round_to), model.init_std, decay=1.0)
     table = {"embed.weight": embed}
     if model.position == "learned":
         table["pos.weight"] = Parameter(
-            (model.num_positions or config.train.seq_length, hidden), Placement("first"), model.init_std, decays=True
+            (model.num_positions or config.train.seq_length, hidden), Placement("first"), model.init_std, decay=1.0
         )
     for layer in range(model.num_layers):
         table |= {f"layers.{layer}.{name}": row for name, row in _layer_rows(model, layer).items()}
     table |= _norm_rows(model, "norm", hidden, Placement("last"))
     tied_to = "embed.weight" if model.tie_embeddings else None
     table["head.weight"] = Parameter(
-        (vocab, hidden), Placement("last", rows, round_to=round_to, tied_to=tied_to), model.init_std, decays=True
+        (vocab, hidden), Placement("last", rows, round_to=round_to, tied_to=tied_to), model.init_std, decay=1.0
     )
     return table
 
@@ -78,7 +106,7 @@ def _layer_rows(model: ModelConfig, layer: int) -> dict[str, Parameter]:
 def _linear_rows(
     model: ModelConfig, name: str, shape: tuple[int, int], weight: Placement, bias: Placement, std: float
 ) -> dict[str, Parameter]:
-    rows = {f"{name}.weight": Parameter(shape, weight, std, decays=True)}
+    rows = {f"{name}.weight": Parameter(shape, weight, std, decay=1.0)}
     if model.bias:
         rows[f"{name}.bias"] = Parameter(shape[:1], bias, 0.0)
     return rows
@@ -108,7 +136,10 @@ def local_runs(config: Config, table: dict[str, Parameter], layout: ParallelLayo
     held = {name: holders(row.placement, layout, is_tied=name in tied) for name, row in here.items()}
     units = {name: _unit(name) for name in here}
     fused = [names for layer in range(num_layers) for names in fused_names(config.model, layout, f"layers.{layer}")]
-    return plan_runs(shapes, [names for names in fused if names[0] in here], units, held)
+    runs = plan_runs(shapes, [names for names in fused if names[0] in here], units, held)
+    kinds = [{here[name].optimizer for name in run.names} for run in runs]
+    assert all(len(kind) == 1 for kind in kinds), "what is one matrix for the arithmetic has one optimizer"
+    return [replace(run, optimizer=kind.pop()) for run, kind in zip(runs, kinds, strict=True)]
 
 
 def _unit(name: str) -> str:

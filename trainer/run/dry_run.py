@@ -26,6 +26,7 @@ from trainer.pipeline.passes import with_transfers
 from trainer.pipeline.schedules import SCHEDULES, rank_actions
 from trainer.pipeline.simulate import simulate
 from trainer.run.banner import banner
+from trainer.store.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +96,18 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     sizes = {axes: len(groups[name][0]) for name, axes in GROUPS.items()}
     runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
     held = sum(run.numel for run in runs)
-    updated = sum(-(-run.numel // sizes[run.holders]) for run in runs) if parallel.zero_stage else held
     moments = 2 if config.optim.moments == "bf16" else wide.itemsize
     master = 0 if wide == dtype else 2 if config.optim.master == "split" else wide.itemsize
-    states = 2 * moments + master
+    optimizer = sum(
+        (-(-run.numel // sizes[run.holders]) if parallel.zero_stage else run.numel)
+        * (len(OPTIMIZERS[run.optimizer].states) * moments + master)
+        for run in runs
+    )
     travelling = sum(run.numel for run in runs if sizes[run.holders] > 1) if parallel.grad_reduce == "bf16" else 0
     return RankMemory(
         held * dtype.itemsize,
         held * wide.itemsize + 4 * travelling,  # what this rank sends and what it receives
-        updated * states,
+        optimizer,
         activation_bytes(config, pp),
     )
 

@@ -5,23 +5,25 @@ the last follows from the model alone: each layer that uses a weight contributes
 gathered beside what follows; whoever reads them waits for them first.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from trainer.mesh.group import Group, Work
 from trainer.ops import split
-from trainer.ops.adamw import Interval
 from trainer.ops.dtypes import wide_dtype
+from trainer.store.optimizers import OPTIMIZERS
 from trainer.store.plan import BucketPlan, Segment
 
 
 class Bucket:
     """One flat buffer of parameters; owned by the training thread.
 
-    `parameters` and `gradients` cover the padded bucket. `master`, `exp_avg` and `exp_avg_sq` cover what this rank
-    updates, the moments in the dtype `moments`, the others in the wide one: the owned interval if `sharded`, else all
-    of it. If the parameters have the wide dtype themselves, `master` is a view of them. Without an optimizer there are
-    no gradients, no moments and no copies.
+    `parameters` and `gradients` cover the padded bucket. `master` and the `states` of its optimizer, by name, cover
+    what this rank updates, the states in the dtype `moments`, the others in the wide one: the owned interval if
+    `sharded`, else all of it. If the parameters have the wide dtype themselves, `master` is a view of them. Without an
+    optimizer there are no gradients, no copies, and states without elements.
 
     With `splits_master` only the `low` bits of masters are kept beside the parameters. Then `master` is memory of the
     gradients, which are not in use between two steps: `join_masters` puts the masters there.
@@ -54,8 +56,9 @@ class Bucket:
             self.low = torch.zeros_like(self._weights, dtype=split.LOW)
         else:
             self.master = torch.zeros_like(self._weights, dtype=wide)
-        self.exp_avg = torch.zeros_like(self.master if with_optimizer else self.master[:0], dtype=moments)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.optimizer = OPTIMIZERS[plan.optimizer]
+        like = self.master if with_optimizer else self.master[:0]
+        self.states = {name: torch.zeros_like(like, dtype=moments) for name in self.optimizer.states}
         self._num_contributions = self._last_contribution = 0
         self._reducing: Work | None = None
         self._gathering: Work | None = None
@@ -65,9 +68,9 @@ class Bucket:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank: the moments, and of the master what is kept besides."""
+        """Return the bytes of optimizer state on this rank: the states, and of the master what is kept besides."""
         kept = () if self.master.dtype == self.parameters.dtype else (self.master if self.low is None else self.low,)
-        return sum(state.numel() * state.itemsize for state in (self.exp_avg, self.exp_avg_sq, *kept))
+        return sum(state.numel() * state.itemsize for state in (*self.states.values(), *kept))
 
     def begin_step(self, last_contribution: int) -> None:
         """Begin to count a step's contributions to the gradients, up to the last; of 0 none is the last."""
@@ -105,15 +108,18 @@ class Bucket:
             torch.sum(found.view(self.group.size, -1), 0, dtype=owned.dtype, out=owned)
         self._reducing = None
 
-    def interval(self, segment: Segment, first: int, *, decays: bool, row: int) -> Interval:
-        """Return a segment of the interval from position `first` on, with the state that this rank has of it."""
+    def part(self, segment: Segment, first: int, *, decays: bool, row: int) -> Any:
+        """Return a segment of the interval from position `first` on, as the optimizer takes it, with its states."""
         start = first + segment.offset
         live = slice(start, start + segment.stop - segment.start)
         state = slice(live.start - self.updated[0], live.stop - self.updated[0])
-        moments = (self.exp_avg[state], self.exp_avg_sq[state])
+        states = {name: whole[state] for name, whole in self.states.items()}
         published = self.parameters[live] if self.master.dtype != self.parameters.dtype else None
-        master = self.master if self.low is None else self.low
-        return Interval(self.gradients[live], *moments, master[state], published, decays, row)
+        master = (self.master if self.low is None else self.low)[state]
+        gradient = self.gradients[live]
+        return self.optimizer.part(
+            gradient=gradient, master=master, published=published, decays=decays, row=row, **states
+        )
 
     def join_masters(self) -> None:
         """Put split masters together, where the gradients are: nobody may need these any more."""

@@ -9,7 +9,8 @@ from ckptkit import Coords, ParallelLayout, Placement
 class Parameter:
     """One parameter in global terms: its shape, its placement and its initial values.
 
-    `std` is None for ones, 0 for zeros, else the standard deviation of normals. `decays`: weight decay applies. The
+    `std` is None for ones, 0 for zeros, else the standard deviation of normals. `optimizer` names the one that updates
+    it, `rate` and `decay` are factors of the learning rate and of weight decay: without a decay it has 0. The
     gradient of a parameter that tp does not cut is the same on all tp ranks, so one of them contributes it, unless it
     `is_partial`: then each has the part of its own heads, or of its own tokens.
     """
@@ -17,8 +18,10 @@ class Parameter:
     shape: tuple[int, ...]
     placement: Placement
     std: float | None
-    decays: bool = False
+    decay: float = 0.0
     is_partial: bool = False
+    rate: float = 1.0
+    optimizer: str = "adamw"
 
     def contributes_on(self, layout: ParallelLayout, coords: Coords) -> bool:
         """Return whether the rank at `coords` contributes to the sum of the gradients over the holders.

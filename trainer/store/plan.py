@@ -23,6 +23,7 @@ class Run:
     shapes: Mapping[str, Shape]
     unit: str
     holders: Axes
+    optimizer: str = "adamw"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,7 +54,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Runs of one unit and one group of holders in one buffer, each at a 64-byte aligned offset."""
+    """Runs of one unit, group of holders and optimizer in one buffer, each at a 64-byte aligned offset."""
 
     runs: tuple[Run, ...]
     itemsize: int
@@ -62,6 +63,11 @@ class BucketPlan:
     def holders(self) -> Axes:
         """Return the axes along which ranks hold the bucket."""
         return self.runs[0].holders
+
+    @property
+    def optimizer(self) -> str:
+        """Return the name of the optimizer that updates the bucket."""
+        return self.runs[0].optimizer
 
     @property
     def offsets(self) -> list[int]:
@@ -113,11 +119,11 @@ def plan_runs(
 def plan_buckets(runs: Sequence[Run], bytes_each: int, itemsize: int) -> list[BucketPlan]:
     """Group runs, in order, into buckets of at most `bytes_each` (a larger run has one of its own).
 
-    No bucket spans two units or two groups of holders.
+    No bucket spans two units, two groups of holders or two optimizers.
     """
-    buckets: dict[tuple[str, Axes], list[list[Run]]] = {}
+    buckets: dict[tuple[str, Axes, str], list[list[Run]]] = {}
     for run in runs:
-        parts = buckets.setdefault((run.unit, run.holders), [[]])
+        parts = buckets.setdefault((run.unit, run.holders, run.optimizer), [[]])
         filled = sum(each.numel for each in parts[-1]) * itemsize
         if parts[-1] and filled + run.numel * itemsize > bytes_each:
             parts.append([])

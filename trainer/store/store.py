@@ -7,7 +7,7 @@ of it, so the squared norm of the gradients is a plain sum over owned elements, 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from trainer.linear.weight import Weight
 from trainer.linear.wgrads import Wgrads
 from trainer.mesh.layout import Axis
 from trainer.mesh.mesh import ProcessMesh
-from trainer.ops.adamw import IntervalTable
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.bucket import Bucket
 from trainer.store.initial import initial_values
+from trainer.store.optimizers import Updates
 from trainer.store.parameter import Parameter
 from trainer.store.plan import Run, plan_buckets
 
@@ -70,15 +70,16 @@ class ParameterStore:
         is_beside = options.overlaps_gather and options.with_optimizer and mesh.device.type == "cuda"
         self._beside = torch.cuda.Stream(mesh.device) if is_beside else None
 
-    def _intervals(self, buckets: Sequence[Bucket], *, of_owned: bool = False) -> IntervalTable:
+    def _intervals(self, buckets: Sequence[Bucket], *, of_owned: bool = False) -> Updates:
         """Return what this rank owns of buckets, or updates of them."""
         numbers, found = {name: number for number, name in enumerate(self.table)}, []
         for bucket in buckets if self.options.with_optimizer else ():
             first = bucket.owned[0] if of_owned else bucket.updated[0]
             for segment in bucket.owned_segments if of_owned else bucket.updated_segments:
-                name = segment.name
-                found.append(bucket.interval(segment, first, decays=self.table[name].decays, row=numbers[name]))
-        return IntervalTable(found)
+                row = self.table[segment.name]
+                part = bucket.part(segment, first, decays=row.decay > 0, row=numbers[segment.name])
+                found.append((replace(row, rate=1.0, decay=1.0) if of_owned else row, part))  # a norm has no factors
+        return Updates(found)
 
     def _handle(self, bucket: Bucket, run: Run, offset: int) -> Weight:
         first = self.table[run.names[0]]
@@ -168,7 +169,7 @@ class ParameterStore:
     def update(
         self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor, form: str = "csrc"
     ) -> None:
-        """Make one AdamW step after `step` steps with the gradients scaled by `factor`; none where `is_bad` is 1.
+        """Make one step after `step` steps with the gradients scaled by `factor`; none where `is_bad` is 1.
 
         All holders take the result. If that overlaps with what follows, a weight's values wait for it, and whoever
         reads any other state calls `join` first.
@@ -180,7 +181,7 @@ class ParameterStore:
             is_bad.record_stream(self._beside)
         with torch.cuda.stream(self._beside):  # of None, it does nothing
             for buckets, intervals in self._updated:
-                intervals.adamw(optim, lr, step, factor=factor, is_bad=is_bad, form=form)
+                intervals.update(optim, lr, step, factor=factor, is_bad=is_bad, form=form)
                 for bucket in buckets:
                     bucket.start_gather()
         for weight in self._weights.values():
@@ -203,8 +204,8 @@ class ParameterStore:
         """Set the moments to zero, as they are before the first step."""
         self.join()
         for bucket in self.buckets:
-            bucket.exp_avg.zero_()
-            bucket.exp_avg_sq.zero_()
+            for state in bucket.states.values():
+                state.zero_()
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -38,7 +38,7 @@ def small(model: str) -> Config:
 def test_names_are_the_checkpoints(model: str, layer: set[str]) -> None:
     table = parameter_table(small(model))
     assert set(table) == OTHERS[model] | {f"layers.{n}.{name}" for n in range(3) for name in layer}
-    assert {name for name, row in table.items() if not row.decays} == {
+    assert {name for name, row in table.items() if not row.decay} == {
         name for name, row in table.items() if "norm" in name or name.endswith("bias")
     }
 

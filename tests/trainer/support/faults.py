@@ -15,13 +15,14 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from trainer import engine
+from trainer.config.optim import GroupConfig
 from trainer.engine import Engine
 from trainer.linear import overlapped
 from trainer.linear.linear import linear
 from trainer.linear.overlapped import TokenCut
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Group, Work
-from trainer.model import chunk, head
+from trainer.model import chunk, head, table
 from trainer.model.chunk import Chunk
 from trainer.model.embedding import lookup
 from trainer.model.head import Head
@@ -38,6 +39,7 @@ from trainer.store.bucket import Bucket
 from trainer.store.store import ParameterStore
 from trainer.verdict import Verdict
 
+GROUPS = (GroupConfig("*.norm?.weight", 0.5, 0.3), GroupConfig("embed.*", 2.0), GroupConfig("*.down.*", 1.0, 3.0))
 Patch = pytest.MonkeyPatch
 TP, PP, DP = ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)
 
@@ -60,6 +62,7 @@ class Fault:
     num_parts: int = 1  # in which cut tokens are transferred
     micro_batch_size: int = 1
     trips: str = ""
+    groups: tuple[GroupConfig, ...] = ()
 
 
 def skipping(kind: str, group: str) -> Callable[[Patch], None]:
@@ -104,7 +107,14 @@ def shifted_positions(real: Any, self: Engine, step: int, batch: Any, **options:
 
 
 def every_row_decays(real: Any, config: Any) -> Any:
-    return {name: replace(row, decays=True) for name, row in real(config).items()}
+    return {name: replace(row, decay=1.0) for name, row in real(config).items()}
+
+
+def neighbours_factors(real: Any, rows: Any, groups: Any) -> Any:
+    found = real(rows, groups)
+    names = list(found)
+    shifted = {name: found[after] for name, after in zip(names, names[1:] + names[:1], strict=True)}
+    return {name: replace(found[name], rate=row.rate, decay=row.decay) for name, row in shifted.items()}
 
 
 def norms_count_twice(real: Any, self: ParameterStore) -> torch.Tensor:
@@ -323,6 +333,11 @@ FAULTS = [
     Fault("gradients are not clipped", None,
           wrapping(Verdict, "judge", lambda real, *args: torch.ones_like(real(*args)))),
     Fault("norms and biases decay", None, wrapping(engine, "parameter_table", every_row_decays)),
+    Fault("a group's factors are applied to the neighbour", None, wrapping(table, "with_groups", neighbours_factors),
+          groups=GROUPS),
+    Fault("a group's weight decay is left out", None,
+          wrapping(table, "with_groups", lambda real, rows, groups: real(
+              rows, [replace(group, decay_factor=None) for group in groups])), groups=GROUPS),
     Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_step", lambda real, self: None)),
     Fault("down's gradient is made of its input's gradient", None,
           wrapping(Activation, "backward", gradient_for_product)),

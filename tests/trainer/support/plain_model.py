@@ -5,11 +5,13 @@ Shapes: B samples, S positions, D hidden, N heads, H head size.
 
 import math
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 
 import torch
 from torch import Tensor
 
 from trainer.config import Config, ModelConfig
+from trainer.config.optim import GroupConfig
 from trainer.config.resolve import settled
 from trainer.model import op_choices
 from trainer.model.microbatch import Batch
@@ -51,13 +53,18 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
     model, optim = config.model, settled(config).optim
     for value in state.values():
         value.requires_grad_()
-    groups = [
-        {"params": [v for v in state.values() if v.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [v for v in state.values() if v.dim() == 1], "weight_decay": 0.0},
-    ]
+    groups = []
+    for name, value in state.items():
+        group = next((group for group in optim.groups if fnmatch(name, group.pattern)), GroupConfig(""))
+        decay = float(value.dim() > 1) if group.decay_factor is None else group.decay_factor
+        rates = {"lr": optim.lr * group.lr_factor, "weight_decay": optim.weight_decay * decay}
+        groups.append({"params": [value], "factor": group.lr_factor, **rates})
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, optim.decay_steps, eta_min=optim.min_lr)
+    peak = torch.optim.SGD([torch.zeros(1)], lr=optim.lr)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(peak, optim.decay_steps, eta_min=optim.min_lr)
     for step, batch in enumerate(batches):
+        for param_group in adam.param_groups:
+            param_group["lr"] = peak.param_groups[0]["lr"] * param_group["factor"]
         tokens, labels, positions, mask = (
             part.flatten(0, 1) for part in (batch.tokens, batch.labels, batch.positions, batch.loss_mask)
         )
@@ -77,6 +84,7 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
         for value in state.values():
             value.grad *= min(1.0, optim.clip / norm)
         adam.step()
+        peak.step()
         cosine.step()
         yield loss.item(), norm
 

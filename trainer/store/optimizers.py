@@ -1,0 +1,73 @@
+"""Optimizers by name: which states a row of the parameter table has beside its master, and who updates its parts.
+
+AdamW is the only one yet. Another is an entry of OPTIMIZERS and a row that names it: the store keeps its states, a
+checkpoint has them as `optim.<state>/<parameter>`, the dry run counts them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from trainer.config import OptimConfig
+from trainer.ops.adamw import Interval, IntervalTable
+from trainer.store.parameter import Parameter
+
+
+class Parts(Protocol):
+    """Parts of parameters that one optimizer updates, walked by one call."""
+
+    def write_squared_norms(self, out: Tensor) -> None:
+        """Write the squared norm of each part's gradient into its row of `out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """How rows are updated. `part` takes a part's tensors by name, its states among them; `update` a `parts` of such.
+
+    The first moment, or what is in its place, comes first: all states have the dtype of the moments.
+    """
+
+    states: tuple[str, ...]
+    part: Callable[..., Any]
+    parts: Callable[[Sequence[Any]], Parts]
+    update: Callable[..., None]
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(
+        ("exp_avg", "exp_avg_sq"),
+        Interval,
+        IntervalTable,
+        lambda table, *numbers, **decisions: table.adamw(*numbers, **decisions),
+    )
+}
+
+
+def states_of(rows: Iterable[Parameter]) -> list[str]:
+    """Return the names of the states that any of some rows has, each once, in order."""
+    return list(dict.fromkeys(state for row in rows for state in OPTIMIZERS[row.optimizer].states))
+
+
+class Updates:
+    """Parts of parameters with their rows, walked by one call for each optimizer and pair of factors among them."""
+
+    def __init__(self, parts: Iterable[tuple[Parameter, Any]]) -> None:
+        """Take parts, each made by its row's optimizer."""
+        found: dict[tuple[str, float, float], list[Any]] = defaultdict(list)
+        for row, part in parts:  # one that does not decay goes with those that do
+            found[row.optimizer, row.rate, row.decay or 1.0].append(part)
+        self._tables = [(*kind, OPTIMIZERS[kind[0]].parts(some)) for kind, some in found.items()]
+
+    def update(self, optim: OptimConfig, lr: float, step: int, **decisions: Any) -> None:
+        """Make the step after `step` steps in place, of each part with the factors of its row."""
+        for name, rate, decay, table in self._tables:
+            factored = replace(optim, weight_decay=optim.weight_decay * decay)
+            OPTIMIZERS[name].update(table, factored, lr * rate, step, **decisions)
+
+    def write_squared_norms(self, out: Tensor) -> None:
+        """Write the squared norm of each part's gradient into its row of `out`, float64; leave the other rows."""
+        for *_, table in self._tables:
+            table.write_squared_norms(out)
