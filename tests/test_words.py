@@ -44,6 +44,7 @@ MEANS_ANOTHER = {  # pages where a word is other people's, or plain
 }  # fmt: skip
 WRITTEN_SO = ["ARCHITECTURE.md", "docs/glossary.md", "docs/concepts/*.md", "docs/decisions/*.md"]
 MAX_WORDS = 25
+FIRST_TERMS = 8  # of the glossary, that a guide needs up to its first example
 NOT_IMPERATIVE = {
     "threefold": 0,
     "datakit": 0,
@@ -126,6 +127,19 @@ def test_public_classes_that_concept_pages_name_are_in_the_glossary() -> None:
         for name in set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", prose(page))):
             if any(name in kit.__all__ for kit in (ckptkit, datakit, trainer)):
                 assert name.lower() in defined, f"{page.name}: {name}"
+
+
+def test_a_guide_needs_few_terms_up_to_its_first_example() -> None:
+    terms = [term.lower() for term in re.findall(r"^### (.+)$", (ROOT / "docs" / "glossary.md").read_text(), re.M)]
+    for page in sorted((ROOT / "docs" / "guides").glob("*.md")):
+        before, *_ = re.split(r"^```", page.read_text(), maxsplit=1, flags=re.MULTILINE)
+        text = re.sub(r"`[^`]+`", "", re.sub(r"\]\([^)]*\)", "]", before))
+        used = [
+            term
+            for term in terms
+            if term not in PLAIN and re.search(rf"(?<![\w-]){re.escape(term)}(?:e?s)?(?![\w-])", text, re.IGNORECASE)
+        ]
+        assert len(used) <= FIRST_TERMS, f"{page.name}: {', '.join(used)}"
 
 
 def test_sentences_are_short() -> None:

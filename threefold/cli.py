@@ -208,22 +208,22 @@ def _unwinding_at_signals() -> Iterator[None]:
         return
 
     def unwind(number: int, _frame: FrameType | None) -> None:
-        for each in usual:
-            signal.signal(each, signal.SIG_IGN)
+        for name in usual:
+            signal.signal(name, signal.SIG_IGN)
         time.sleep(SAME_WITHIN_S)
-        for each in usual:
-            signal.signal(each, signal.SIG_DFL)
+        for name in usual:
+            signal.signal(name, signal.SIG_DFL)
         raise Stopped(number)
 
-    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    usual = {each: handler for each, handler in found.items() if handler not in (None, signal.SIG_IGN)}
-    for each in usual:
-        signal.signal(each, unwind)
+    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    usual = {name: handler for name, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    for name in usual:
+        signal.signal(name, unwind)
     try:
         yield
     finally:
-        for each, handler in usual.items():
-            signal.signal(each, handler)
+        for name, handler in usual.items():
+            signal.signal(name, handler)
 
 
 def _mend_streams() -> None:

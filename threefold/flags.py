@@ -72,14 +72,14 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
 
 def read_options(cls: type[T], arguments: argparse.Namespace) -> T:
     """Return the options of a verb out of a command line parsed with add_options."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(typing.cast(Any, cls)):
         if "settings" in field.metadata:
-            given[field.name] = settings_of(arguments)
+            values[field.name] = settings_of(arguments)
         elif hasattr(arguments, field.name):
             value = getattr(arguments, field.name)
-            given[field.name] = tuple(value) if isinstance(value, list) else value
-    return cls(**given)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
 
 
 def add_option(target: Any, leaf: Leaf) -> None:
@@ -195,13 +195,13 @@ def metavar(kind: Any, repeats: bool) -> str:
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, FlagText]:
     """Return what was given of a configuration's flags on a command line parsed with add_settings."""
-    found = {}
+    settings = {}
     for key, value in vars(arguments).items():
         if key.startswith(PREFIX):
             name = key.removeprefix(PREFIX)
             if isinstance(value, FlagText):
-                found[name] = value
+                settings[name] = value
                 continue
             text, *more = value if isinstance(value, list) else [str(value)]
-            found[name] = FlagText(text, "--" + name.replace("_", "-"), tuple(more))
-    return found
+            settings[name] = FlagText(text, "--" + name.replace("_", "-"), tuple(more))
+    return settings

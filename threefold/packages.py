@@ -100,16 +100,16 @@ def foreign_kit(kit: str) -> UserError | None:
         return None
     from importlib.metadata import packages_distributions
 
-    [found, *_] = spec.submodule_search_locations or [str(spec.origin)]
+    [folder, *_] = spec.submodule_search_locations or [str(spec.origin)]
     others = sorted(set(packages_distributions().get(kit, [])) - {"threefold"})
     if others:
         return UserError(
-            f"the package {kit} in {found} is that of {' and '.join(others)}, not of threefold",
+            f"the package {kit} in {folder} is that of {' and '.join(others)}, not of threefold",
             hint=f"pip uninstall -y {' '.join(others)} && {repair()}",
         )
     return UserError(
-        f"{found} is found in place of threefold's package {kit}",
-        hint=f"rename it, or start from another folder than {Path(found).parent} and take that out of PYTHONPATH",
+        f"{folder} is found in place of threefold's package {kit}",
+        hint=f"rename it, or start from another folder than {Path(folder).parent} and take that out of PYTHONPATH",
     )
 
 

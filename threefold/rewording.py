@@ -98,15 +98,15 @@ class Rewording:
 
     def _read_foreign(self, flag: str, value: str | None, rest: deque[str]) -> bool:
         """Add what a flag of another program is here; return whether it is known."""
-        taken = self._foreign(flag, value, list(rest)) if self._foreign else None
-        if taken is None:
+        meaning = self._foreign(flag, value, list(rest)) if self._foreign else None
+        if meaning is None:
             return False
-        for _ in range(taken.num_values):
+        for _ in range(meaning.num_values):
             rest.popleft()
-        self.arguments += taken.words
-        self.settings.update(taken.settings)
-        self.spelled.update(dict.fromkeys(taken.options, flag))
-        self.faults += taken.faults
+        self.arguments += meaning.words
+        self.settings.update(meaning.settings)
+        self.spelled.update(dict.fromkeys(meaning.options, flag))
+        self.faults += meaning.faults
         return True
 
     def put(self, arguments: argparse.Namespace) -> None:

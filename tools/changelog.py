@@ -100,23 +100,33 @@ def entries_of(path: Path) -> Iterator[Entry]:
 
 def faults(root: Path) -> list[str]:
     """Return what is wrong with the fragments of a tree, each with its file."""
-    found = []
+    problems = []
     for path in fragments(root):
         name = f"{FOLDER}/{path.name}"
         if not NAME.fullmatch(path.name):
-            found.append(f"{name}: the name is KIT-WORD.md, with one of the kits {', '.join(KITS)}")
+            problems.append(f"{name}: the name is KIT-WORD.md, with one of the kits {', '.join(KITS)}")
         texts = paragraphs(path)
         if not texts:
-            found.append(f"{name} is empty: write an entry, such as `fixed: what a user sees now`")
+            problems.append(f"{name} is empty: write an entry, such as `fixed: what a user sees now`")
         for text in texts:
             if not ENTRY.fullmatch(text):
-                found.append(f"{name}: an entry begins with one of {', '.join(KINDS)} and a colon, not {text[:40]!r}")
+                problems.append(
+                    f"{name}: an entry begins with one of {', '.join(KINDS)} and a colon, not {text[:40]!r}"
+                )
             elif len(text.split()) > ENTRY_WORDS:
-                found.append(f"{name}: an entry has at most {ENTRY_WORDS} words: the rest is for a page or a result")
+                problems.append(f"{name}: an entry has at most {ENTRY_WORDS} words: the rest is for a page or a result")
     summary = root / FOLDER / SUMMARY
     if summary.exists() and len(summary.read_text().splitlines()) > SUMMARY_LINES:
-        found.append(f"{FOLDER}/{SUMMARY} has more than {SUMMARY_LINES} lines: it is what the first screen shows")
-    return found
+        problems.append(f"{FOLDER}/{SUMMARY} has more than {SUMMARY_LINES} lines: it is what the first screen shows")
+    return problems
+
+
+def strays(root: Path) -> list[str]:
+    """Return the entries that were written into CHANGELOG.md, above the summary of its next section."""
+    text = (root / "CHANGELOG.md").read_text()
+    marked = UNRELEASED.search(text)
+    section = text[marked.end() :] if marked else ""
+    return [line for line in section.partition("\n**")[0].splitlines() if line.startswith("- ")]
 
 
 def section_of(text: str) -> Section:
@@ -146,13 +156,13 @@ def assembled(root: Path, heading: str) -> str:
         end = re.compile(r"^## ", re.MULTILINE).search(changelog, marked.end())
         stop = end.start() if end else len(changelog)
         section, rest = section_of(changelog[marked.end() : stop]), changelog[stop:]
-    said = summary.read_text() if summary.exists() else section.summary
+    summary_text = summary.read_text() if summary.exists() else section.summary
     new = tuple(entry for path in fragments(root) for entry in entries_of(path))
     if not section.entries and not new:
         raise ValueError(f"{FOLDER}/ has no fragment, and CHANGELOG.md no section `## VERSION (unreleased)`")
-    if not said.strip():
+    if not summary_text.strip():
         raise ValueError(f"{FOLDER}/{SUMMARY} does not say what a user gains, and what changes for him")
-    written = Section(said, (*section.entries, *new)).text(heading)
+    written = Section(summary_text, (*section.entries, *new)).text(heading)
     return f"{head.rstrip()}\n\n{written}" + (f"\n{rest}" if rest else "")
 
 

@@ -28,19 +28,19 @@ def main(argv: list[str] | None = None) -> int:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     runs = [run.rpartition("=") for run in arguments.runs]
-    found = {path: read(Path(path)) for _, _, path in runs}
-    last_step = max((line["step"] for lines in found.values() for line in lines), default=0)
+    lines_by_path = {path: read(Path(path)) for _, _, path in runs}
+    last_step = max((line["step"] for lines in lines_by_path.values() for line in lines), default=0)
     for index, (name, _, path) in enumerate(runs):
-        label, points = name or Path(path).stem, points_of(found[path], arguments.key)
+        label, points = name or Path(path).stem, points_of(lines_by_path[path], arguments.key)
         if not points:
             print(f"error: {path} holds no step with a {arguments.key}", file=sys.stderr)
             return 2
         # later runs are drawn thinner, so that a curve beneath one that it equals stays visible
         [curve] = axes.plot(*zip(*points, strict=True), label=label, linewidth=max(4 - 1.2 * index, 1.2))
-        if evaluated := evaluations(found[path]) if arguments.key == "loss" else []:
+        if evaluated := evaluations(lines_by_path[path]) if arguments.key == "loss" else []:
             style = {"color": curve.get_color(), "linestyle": ":", "marker": ".", "linewidth": max(3 - index, 1)}
             axes.plot(*zip(*evaluated, strict=True), label=f"{label}: validation", **style)
-        for step, how in marks(found[path], last_step):
+        for step, how in marks(lines_by_path[path], last_step):
             at = min(points, key=lambda point: abs(point[0] - step))
             shape = {"marker": "x"} if how == KILLED else {"marker": "o", "fillstyle": "none"}
             axes.plot(*at, label=f"{label}: {how} {step}", color="black", markersize=9, linestyle="none", **shape)

@@ -69,6 +69,8 @@ def refused(root: Path, version: str) -> str | None:
         return f"files have several versions: {', '.join(f'{name} {each}' for name, each in found.items())}"
     if faults := changelog.faults(root):
         return faults[0]
+    if strays := changelog.strays(root):
+        return f"CHANGELOG.md has an entry that no fragment has: {strays[0]}\nhint: move it to changes/KIT-WORD.md"
     try:
         changelog.assembled(root, version)
     except ValueError as error:

@@ -76,20 +76,20 @@ def rows() -> list[Row]:
     return list(newest.values())
 
 
-def page(found: list[Row]) -> str:
+def page(newest: list[Row]) -> str:
     """Return the Markdown of the page."""
     parts = [HEAD]
     for kit, title in KITS.items():
-        lines = [row.line for row in found if row.result.parent.name == kit]
+        lines = [row.line for row in newest if row.result.parent.name == kit]
         table = ["| claim | figure | peer | limit | card | date | command |", "|---|---|---|---|---|---|---|", *lines]
         parts.append("\n".join([f"## {title}", *table, ""]))
     return "\n".join(parts)
 
 
-def faults(found: list[Row]) -> list[str]:
+def faults(newest: list[Row]) -> list[str]:
     """Return the rows that their result or their script does not bear out."""
-    wrong = [f"{row.claim}: there is no {row.script.relative_to(ROOT)}" for row in found if not row.script.exists()]
-    for row in found:
+    wrong = [f"{row.claim}: there is no {row.script.relative_to(ROOT)}" for row in newest if not row.script.exists()]
+    for row in newest:
         numbers = re.findall(r"\d+(?:[.,]\d+)*", f"{row.figure} {row.peer} {row.limit}")
         text = row.result.read_text()
         wrong += [f"{row.claim}: {number} is not in {row.result.name}" for number in numbers if number not in text]

@@ -35,18 +35,18 @@ def main(wheel: str, platform: str, folder: str) -> int:
 
 def faults_of(data: bytes, newest: tuple[int, ...]) -> list[str]:
     """Return what a library needs beyond a C library of version `newest`."""
-    found = []
+    faults = []
     for section in ELFFile(io.BytesIO(data)).iter_sections():
         if section.header.sh_type == "SHT_DYNAMIC":
             needed = {tag.needed for tag in section.iter_tags() if tag.entry.d_tag == "DT_NEEDED"}
-            found += [f"needs {name}" for name in sorted(needed - ALLOWED)]
+            faults += [f"needs {name}" for name in sorted(needed - ALLOWED)]
         if isinstance(section, GNUVerNeedSection):
             names = {each.name for _, versions in section.iter_versions() for each in versions}
             glibc = {
                 name: tuple(map(int, name[6:].split("."))) for name in names if re.fullmatch(r"GLIBC_[\d.]+", name)
             }
-            found += [f"needs {name}" for name, version in glibc.items() if version > newest]
-    return found
+            faults += [f"needs {name}" for name, version in glibc.items() if version > newest]
+    return faults
 
 
 if __name__ == "__main__":

@@ -57,6 +57,13 @@ def test_a_section_that_is_not_released_is_completed(tree: Path) -> None:
     assert text.endswith(RELEASED)
 
 
+def test_an_entry_that_was_written_into_the_changelog_is_seen(tree: Path) -> None:
+    assert changelog.strays(tree) == []
+    stray = "## 0.2.0 (unreleased)\n- datakit: new.\n**You gain**:\n- rows\n\n"
+    (tree / "CHANGELOG.md").write_text(f"# Changelog\n\n{stray}{RELEASED}")
+    assert changelog.strays(tree) == ["- datakit: new."]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [

@@ -28,10 +28,10 @@ States = list[tuple[int, int] | None]  # of the files of AWS
 class AwsCredentials:
     """Credentials of a profile; safe to ask from several threads. `fault` is what the last request for them met."""
 
-    def __init__(self, url: str, found: Any, profile: str, region: str | None, files: States) -> None:
+    def __init__(self, url: str, credentials: Any, profile: str, region: str | None, files: States) -> None:
         """Take what botocore found, and the state of the files before it looked."""
         self.url, self.profile, self.region, self.fault = url, profile, region, ""
-        self._found, self._files = found, files
+        self._found, self._files = credentials, files
 
     @property
     def may_be_new(self) -> bool:
@@ -87,15 +87,15 @@ class AwsCredentials:
 
 def _state_of_files() -> States:
     """Return size and time of change of each file, None of one that is not there."""
-    found: States = []
+    states: States = []
     for name, path in FILES.items():
         try:
             status = Path(os.environ.get(name) or path).expanduser().stat()
         except OSError:
-            found.append(None)
+            states.append(None)
         else:
-            found.append((status.st_size, status.st_mtime_ns))
-    return found
+            states.append((status.st_size, status.st_mtime_ns))
+    return states
 
 
 def _hint(profile: str) -> str:

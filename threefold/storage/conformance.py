@@ -136,11 +136,11 @@ class StorageConformance:
         assert storage.read_ranges("object", wanted) == [bytes(range(*each)) for each in wanted]
         assert storage.read_ranges("object", []) == []
 
-    @pytest.mark.parametrize("wanted", [(5, 11), (10, 11), (50, 60)])
-    def test_a_range_past_the_end_is_an_error(self, storage: Storage, wanted: tuple[int, int]) -> None:
+    @pytest.mark.parametrize("byte_range", [(5, 11), (10, 11), (50, 60)])
+    def test_a_range_past_the_end_is_an_error(self, storage: Storage, byte_range: tuple[int, int]) -> None:
         storage.write("object", b"0123456789")
         with pytest.raises(StorageError, match="object"):
-            storage.read_ranges("object", [(0, 1), wanted])
+            storage.read_ranges("object", [(0, 1), byte_range])
 
     def test_missing_objects(self, storage: Storage) -> None:
         storage.write("there/object", b"x")

@@ -257,13 +257,13 @@ def system_failure(error: OSError) -> StorageError:
 
 def _hint_for(error: OSError, places: Sequence[Path]) -> str | None:
     """Return what to try after a system error in the first of some folders and files that is there."""
-    there = next((each for each in places if os.path.exists(each)), Path("/"))
-    disk = next(each for each in (there, *there.parents) if os.path.ismount(each))
+    existing = next((each for each in places if os.path.exists(each)), Path("/"))
+    disk = next(each for each in (existing, *existing.parents) if os.path.ismount(each))
     return {
         errno.ENOSPC: f"free some space or choose another place; df -h {disk}",
         errno.EDQUOT: "the quota is used up; free some space or choose another place",
-        errno.EACCES: f"check the permissions: ls -ld {there}",
-        errno.EPERM: f"check the permissions: ls -ld {there}",
+        errno.EACCES: f"check the permissions: ls -ld {existing}",
+        errno.EPERM: f"check the permissions: ls -ld {existing}",
         errno.EROFS: "the file system is mounted read-only; choose another place",
         errno.EMFILE: "raise the number of files that may be open: ulimit -n 65536",
     }.get(error.errno or 0)

@@ -46,9 +46,9 @@ def foreign_names_page() -> str:
     for program, title in PROGRAMS.items():
         kinds: dict[str, list[tuple[str, str]]] = {"taken": [], "so": [], "no": []}
         for entry in entries(program):
-            for word, meaning in said(entry):
+            for word, meaning in meanings(entry):
                 kind = meaning.kind if meaning.kind in kinds else "taken"
-                kinds[kind].append((shown(entry, word), here(meaning)))
+                kinds[kind].append((shown(entry, word), cell_of(meaning)))
         sections.append(f"## {TITLES.get(program, title)}\n")
         for kind, heading in (
             ("taken", "What is taken"),
@@ -60,7 +60,7 @@ def foreign_names_page() -> str:
     return "\n".join(sections)
 
 
-def said(entry: Entry) -> Sequence[tuple[str, Meaning]]:
+def meanings(entry: Entry) -> Sequence[tuple[str, Meaning]]:
     """Return what an entry means, with the word for which it does."""
     if isinstance(entry.said, str):
         return [("", Meaning.of(entry.said))]
@@ -73,7 +73,7 @@ def shown(entry: Entry, word: str) -> str:
     return code(f"{entry.name} {value}".strip())
 
 
-def here(meaning: Meaning) -> str:
+def cell_of(meaning: Meaning) -> str:
     """Return what a name is here as the cell of a table."""
     if meaning.kind == "sets":
         return ", ".join(code(word.replace("=", " = ").replace("*", " × ")) for word in meaning.text.split())

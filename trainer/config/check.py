@@ -104,14 +104,14 @@ def layout_faults(config: Config, world_size: int) -> list[Fault]:
         )
         return [(axes, text)]
     dp_size = parallel.dp or world_size // ranks
-    micro, batch, given = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
+    micro, batch, accumulation = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
     fields = {*axes, "train.micro_batch_size", "train.global_batch_size"}
     if batch % (micro * dp_size):
         text = f"train.global_batch_size {batch} is not a multiple of micro_batch_size {micro} * dp {dp_size}"
         return [(fields, text)]
-    if given and given * micro * dp_size != batch:
+    if accumulation and accumulation * micro * dp_size != batch:
         text = (
-            f"train.gradient_accumulation_steps {given} contradicts global_batch_size {batch} / "
+            f"train.gradient_accumulation_steps {accumulation} contradicts global_batch_size {batch} / "
             f"(micro_batch_size {micro} * dp {dp_size}) = {batch // (micro * dp_size)}"
         )
         return [({*fields, "train.gradient_accumulation_steps"}, text)]

@@ -40,14 +40,14 @@ class ValidConfig(BlendConfig):
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between the fields of this table."""
-        found = BlendConfig.faults(self, table)
+        faults = BlendConfig.faults(self, table)
         if self.order == "megatron" and self.stores:
             text = f'{table}.stores have an order of their own, and {table}.order = "megatron" reads data.stores'
-            found.append(({f"{table}.stores", f"{table}.order"}, text))
+            faults.append(({f"{table}.stores", f"{table}.order"}, text))
         if 0 < self.order_samples < self.num_samples:
             text = f"{table}.order_samples {self.order_samples} is less than {table}.num_samples {self.num_samples}"
-            found.append(({f"{table}.order_samples", f"{table}.num_samples"}, text))
-        return found
+            faults.append(({f"{table}.order_samples", f"{table}.num_samples"}, text))
+        return faults
 
 
 @dataclass(frozen=True, slots=True)

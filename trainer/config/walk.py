@@ -96,14 +96,14 @@ def config_from(
     without effect, its default takes its place.
     """
     refuse_beyond(tables.get("model"), source)
-    found: list[Fault] = []
+    faults: list[Fault] = []
     asked_for = {*(names_in(tables) if given is None else given), *(overrides or {})}
-    config = effective(walk(Config, merged(tables, overrides or {}, found), found), but=asked_for)
+    config = effective(walk(Config, merged(tables, overrides or {}, faults), faults), but=asked_for)
     if world_size is None:
         world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
-    faulty = {name for names, _ in found for name in names}  # these hold defaults: what they imply does not count
-    found += [fault for fault in cross_faults(config, world_size) if not implied(fault, faulty)]
-    raise_faults(source, found, hint=HINT)
+    faulty = {name for names, _ in faults for name in names}  # these hold defaults: what they imply does not count
+    faults += [fault for fault in cross_faults(config, world_size) if not implied(fault, faulty)]
+    raise_faults(source, faults, hint=HINT)
     return resolve(config, world_size)
 
 
@@ -130,8 +130,8 @@ def merged(tables: Mapping[str, Any], overrides: Settings, faults: list[Fault]) 
     """Return tables with the flags put in; what other programs' keys are here goes into `faults`."""
     names = [leaf.name for leaf in leaves(Config)]
     known = {*names, *(name.rpartition(".")[0] for name in names)}
-    ours, found = answers(tables, known)
-    faults += found
+    ours, answered = answers(tables, known)
+    faults += answered
     return merge(ours, complete(ours, overrides, faults))
 
 

@@ -121,15 +121,15 @@ def command_of(text: str) -> tuple[list[str], dict[str, int]]:
         return flags_of(Script(f"train.py {text}").commands[0][1:]), {}
     script = Script(text)
     commands = [command for each in script.commands for command in unwrapped(each)]
-    found = [command for command in commands if any(word.startswith("--") for word in program_flags(command))]
-    if not found and any(word.startswith("--") for word in script.words):
+    candidates = [command for command in commands if any(word.startswith("--") for word in program_flags(command))]
+    if not candidates and any(word.startswith("--") for word in script.words):
         return flags_of(script.words), {}
-    if not found:
+    if not candidates:
         raise UserError(
             "the text runs no program with flags",
             hint="trainer train --from-megatron 'pretrain_gpt.py --num-layers 2 ...'",
         )
-    command = max(found, key=lambda words: (has_program(words), len(words)))
+    command = max(candidates, key=lambda words: (has_program(words), len(words)))
     flags = program_flags(command)
     before = command[: len(command) - len(flags)]
     launch = {}
@@ -204,7 +204,7 @@ def with_width(settings: Mapping[str, FlagText]) -> dict[str, FlagText]:
     return {**settings, "model.ffn_hidden_size": FlagText(str(size), DEFAULT)}
 
 
-def without_idle(settings: Mapping[str, FlagText], given: Collection[str], missing: list[str]) -> dict[str, FlagText]:
+def without_idle(settings: Mapping[str, FlagText], named: Collection[str], missing: list[str]) -> dict[str, FlagText]:
     """Return settings without intervals for which nothing is named, which Megatron-LM ignores; note those given."""
     draft = walk(Config, merge({}, settings), [])
     valid, idle = draft.data.valid, {}
@@ -212,7 +212,7 @@ def without_idle(settings: Mapping[str, FlagText], given: Collection[str], missi
         idle["train.eval_interval"] = "nothing is named that validates: --data.valid.stores STORE"
     if draft.checkpoint.save_interval and not draft.checkpoint.save:
         idle["checkpoint.save_interval"] = "no place is named to save to: --save URL"
-    missing += [f"{settings[name].flag}: {why}" for name, why in idle.items() if name in given]
+    missing += [f"{settings[name].flag}: {why}" for name, why in idle.items() if name in named]
     return {name: text for name, text in settings.items() if name not in idle}
 
 

@@ -35,22 +35,22 @@ class NotConverted(ValueError):
 
 def complete(tables: Mapping[str, Any], given: Settings, faults: list[Fault]) -> dict[str, FlagText]:
     """Return settings with what their marked ones set; faults of these go into `faults`."""
-    found = {name: text for name, text in given.items() if not name.startswith(MARK)}
+    settings = {name: text for name, text in given.items() if not name.startswith(MARK)}
     for name, work_out in FUNCTIONS.items():  # in this order: later ones see what earlier ones set
         text = given.get(MARK + name)
         if text is None:
             continue
-        draft = walk(Config, merge(tables, found), [])
+        draft = walk(Config, merge(tables, settings), [])
         try:
             options = work_out(draft, text)
         except ValueError as error:
             options = error.options if isinstance(error, NotConverted) else {}
             faults.append((set(options), f"{text.flag}: {error}"))
-        other = found.get(ALONE.get(name, ""))
+        other = settings.get(ALONE.get(name, ""))
         if other is not None and not is_zero(other.text):
             faults.append((set(), f"{text.flag}: {other.flag} {other.text} says it too, and one of them alone can"))
-        found |= {option: FlagText(value, text.flag) for option, value in options.items()}
-    return found
+        settings |= {option: FlagText(value, text.flag) for option, value in options.items()}
+    return settings
 
 
 def whole(text: FlagText, what: str) -> int:
@@ -132,14 +132,14 @@ def evaluated(config: Config, text: FlagText) -> dict[str, str]:
 
 def split(config: Config, text: FlagText) -> dict[str, str]:
     """Return Megatron's datasets with these shares, of which the second validates where nothing else does."""
-    shares, found = [share.strip() for share in text.text.split(",")], {"data.order": "megatron"}
-    found["data.split"] = ",".join(shares)
+    shares, options = [share.strip() for share in text.text.split(",")], {"data.order": "megatron"}
+    options["data.split"] = ",".join(shares)
     interval, valid = config.train.eval_interval, config.data.valid
     with suppress(ValueError):  # the walker reports a share that is not a number
         if interval and not valid.stores and len(shares) > 1 and float(shares[1]) > 0:
             times = config.train.train_steps // interval + 1
-            found |= {"data.valid.order": "megatron", "data.valid.order_samples": str(times * valid.num_samples)}
-    return found
+            options |= {"data.valid.order": "megatron", "data.valid.order_samples": str(times * valid.num_samples)}
+    return options
 
 
 def stores(text: FlagText, table: str) -> dict[str, str]:

@@ -121,7 +121,7 @@ class Script:
         """Return the words that a word becomes; `unset` is the text of a parameter that has none."""
         if (match := WHOLE_LIST.fullmatch(raw)) and match[1] in self._variables:
             return list(self._variables[match[1]])
-        found: list[str] = []
+        words: list[str] = []
         current: str | None = None
         for texts, is_quoted, is_list in self._pieces(raw, unset):
             if is_quoted and is_list:
@@ -132,11 +132,11 @@ class Script:
                 parts = [each for each in re.split(r"(\s+)", " ".join(texts)) if each]
             for part in parts:
                 if part.isspace() and (is_list or not is_quoted) and (splits or is_list):
-                    found += [current] if current is not None else []
+                    words += [current] if current is not None else []
                     current = None
                 else:
                     current = (current or "") + part
-        return found + ([current] if current is not None else [])
+        return words + ([current] if current is not None else [])
 
     def _pieces(self, raw: str, unset: str | None) -> Iterator[tuple[list[str], bool, bool]]:
         """Yield the parts of a word: its texts, whether they are quoted, and whether they are a list's."""

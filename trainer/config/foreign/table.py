@@ -40,12 +40,12 @@ class Meaning:
 
     def assignments(self, values: Sequence[str]) -> list[tuple[str, str]]:
         """Return the options it sets, each with its text; ValueError if a value that it needs is not there."""
-        found = []
+        pairs = []
         for word in self.text.split():
             match = ASSIGNMENT.fullmatch(word)
             assert match is not None, f"{word} is not OPTION, OPTION=VALUE, OPTION*NUMBER or OPTION[NUMBER]"
             if match["value"] is not None:
-                found.append((match["option"], match["value"]))
+                pairs.append((match["option"], match["value"]))
                 continue
             place = int(match["place"] or 0)
             if place >= len(values):
@@ -54,8 +54,8 @@ class Meaning:
             if match["factor"]:
                 with suppress(ValueError):  # the walker reports the text
                     text = repr(float(text) * float(match["factor"]))
-            found.append((match["option"], text))
-        return found
+            pairs.append((match["option"], text))
+        return pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,12 +170,12 @@ def answers(tables: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any],
 
     `known` are our dotted names, and those of our tables.
     """
-    kept: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     faults: list[tuple[set[str], str]] = []
     for name, value in tables.items():
         if not isinstance(value, Mapping) or not value:
             if name in known or not add_answer(faults, name, value):
-                kept[name] = value
+                ours[name] = value
             continue
         inner = {key: each for key, each in value.items() if f"{name}.{key}" in known}
         inner |= {
@@ -184,8 +184,8 @@ def answers(tables: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any],
             if key not in inner and not add_answer(faults, f"{name}.{key}", each)
         }
         if inner or name in known:
-            kept[name] = inner
-    return kept, faults
+            ours[name] = inner
+    return ours, faults
 
 
 def add_answer(faults: list[tuple[set[str], str]], name: str, value: Any) -> bool:
