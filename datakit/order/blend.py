@@ -20,8 +20,8 @@ import orjson
 import xxhash
 
 from datakit.batches.batch import PLAIN, BatchOptions, Bytes, HostBatch
-from datakit.batches.gather import gather
-from datakit.batches.row_pieces import CutRows, ShardTable, plain_spans, row_spans
+from datakit.batches.batches import Batches
+from datakit.batches.row_pieces import CutRows
 from datakit.format.shard import Int64s
 from datakit.order.arguments import sample_numbers, stores_of, whole_number
 from datakit.order.copies import names_of, places_of_copies
@@ -92,23 +92,18 @@ class Blend:
         self._check_tokenizers()
         self._check_packings()
         self._names = [store.fingerprint for store in self.stores]
-        self._is_packed = self.stores[0].packing != "concat"
-        self._is_contiguous = all(store.rows.is_contiguous for store in self.stores)
-        self._is_plain = not self._masks and not self._is_packed
+        self._batches = Batches(self.stores)
+        self._is_plain = not self._masks and not self._batches.is_packed
         self._digests: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the stores' paths and what was asked for."""
         return partial(self._maker, orders_copies=self._orders_copies), ()
 
-    @cached_property
-    def _table(self) -> ShardTable:
-        return ShardTable(self.stores)
-
-    @cached_property
+    @property
     def caches(self) -> tuple[BlockCache, ...]:
-        """The caches that its remote stores are read through."""
-        return tuple({store.cache: None for store in self.stores if store.cache is not None})
+        """The caches that its stores behind URLs are read through."""
+        return self._batches.caches
 
     @property
     def notes(self) -> list[str]:
@@ -207,13 +202,6 @@ class Blend:
         sources, numbers = self.locate(samples)
         return sources, self.rows_at(sources, numbers) * self._lengths[sources]
 
-    def _spans(self, sources: Int64s, starts: Int64s) -> Int64s:
-        """Return the tokens that rows of one length read, which begin at addresses `starts`: as ShardTable.cut's."""
-        seq_length = self._seq_lengths[sources[0]]
-        if self._is_contiguous:
-            return plain_spans(sources, starts, seq_length)
-        return row_spans(self.stores, sources.tolist(), (starts // seq_length).tolist(), seq_length)
-
     def samples_of(self, source: int, rows: npt.ArrayLike, num_samples: int) -> Int64s:
         """Return which of the stream's first samples are these rows of a store, in order: `addresses` inverted."""
         num_read = int(self.mixture.positions(num_samples)[source])
@@ -234,7 +222,7 @@ class Blend:
         seq_length = self._seq_lengths[sources[0]]
         if len(self.sources.lengths) > 1 and (self._lengths[sources] != seq_length).any():
             raise UserError("the samples of a batch have rows of different lengths", hint="a batch of each length")
-        return self._table.cut(sources, starts, self._spans(sources, starts), whole=self._is_packed)
+        return self._batches.cut(sources, starts, seq_length)
 
     def batch(
         self,
@@ -249,9 +237,8 @@ class Blend:
         It is made in `out`, if given, of `num_bytes` or HostBatch.num_bytes; `rows` is what `cut` returned of them.
         """
         rows = self.cut(samples) if rows is None else rows
-        pieces, seq_length = self._table.place(rows), self._seq_lengths[rows.sources[0]]
-        eod_ids, tokens_only = self._table.eod_ids[rows.sources], self._makes_tokens_only(options)
-        batch = gather(pieces, eod_ids, seq_length, options, out, is_packed=self._is_packed, tokens_only=tokens_only)
+        seq_length, tokens_only = self._seq_lengths[rows.sources[0]], self._makes_tokens_only(options)
+        batch = self._batches.make(rows, seq_length, options, out, tokens_only=tokens_only)
         if self._masks:
             places = zip(rows.sources.tolist(), rows.starts.tolist())
             self._masks.apply(batch.loss_mask, np.array(samples, ndmin=1).tolist(), places)
@@ -259,8 +246,8 @@ class Blend:
 
     def ask_ahead(self, samples: npt.ArrayLike) -> None:
         """Let mapped shards be read for a batch that is made soon, if the last was not in memory; errors of `cut`."""
-        if self._table.is_cold:
-            self._table.ask_ahead(self.cut(samples))
+        if self._batches.is_cold:
+            self._batches.ask_ahead(self.cut(samples))
 
     def num_bytes(self, shape: Sequence[int], options: BatchOptions = PLAIN) -> int:
         """Return the bytes of a batch of a shape, [..., seq_length], without what is the same in all rows."""
