@@ -10,14 +10,13 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.foreign.folder import NOTE
 from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.runs.temporaries import Temporary, remove_unless_written
+from threefold.claim import Note, this_call
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root
@@ -45,8 +44,7 @@ class FolderClaim:
     ) -> None:  # fmt: skip
         self._target, self._sizes, self._heads, self._files = target, sizes, heads, files
         self._what = json.loads(note)
-        by = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
-        self._note = json.dumps(self._what | {BY: by}).encode()
+        self._note = Note(self._what, this_call()).encode(BY)
         root = local_root(target)
         self._made = root if root is not None and not root.exists() else None
         self._is_begun = False  # by another call: one that was killed, or is at work
@@ -61,8 +59,9 @@ class FolderClaim:
             found[info.key] = info.size_bytes
         self._is_begun = NOTE in found
         if self._is_begun:
-            what, self._other = _parsed(self._note_there() or b"")
-            if what != self._what:
+            noted = _parsed(self._note_there() or b"")
+            self._other = noted.call
+            if noted.made_of != self._what:
                 raise self._refusal("was begun from another checkpoint or in another way")
             return {name: size for name, size in found.items() if name in self._heads and size == self._sizes[name]}
         if found and not self._is_complete(found):
@@ -126,7 +125,7 @@ class FolderClaim:
         if kind is None:
             note = self._note_there()
             if note != self._note:
-                by = self._other if note is None else _parsed(note)[1]
+                by = self._other if note is None else _parsed(note).call
                 gone = ", and the note of this one is gone" if note is None else ""
                 lost = f"{self._target.url} was taken by another call{by and f' ({by})'}{gone}"
                 raise StorageError(lost, hint="repeat this call once the other has ended, or export to another folder")
@@ -160,10 +159,9 @@ class FolderClaim:
         return sum(sizes.values())
 
 
-def _parsed(note: bytes) -> tuple[dict[str, Any], str]:
-    """Return what a note says of an export, and the call that wrote it, "" if it is not known."""
+def _parsed(note: bytes) -> Note:
+    """Return what a note says of an export; of a damaged one nothing."""
     try:
-        what = dict(json.loads(note))
-        return what, str(what.pop(BY, ""))
-    except (TypeError, ValueError, RecursionError):
-        return {}, ""
+        return Note.parse(NOTE, note, BY)
+    except CheckFailed:
+        return Note({}, "")

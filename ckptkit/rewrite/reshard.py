@@ -26,11 +26,11 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition
 from ckptkit.model.slab import SLAB_BYTES, Slab, slab_batches
 from ckptkit.plan.certificate import joined
-from ckptkit.rewrite.claimed import claimed
 from ckptkit.rewrite.shard import Shard, shares
 from ckptkit.rewrite.target_files import FileWriter, Loader, TargetFile, sealed_part, target_files
 from ckptkit.runs.temporaries import remove_unless_written, temporaries
 from ckptkit.writer.commit import NotCommitted, commit_root
+from threefold.claim import folder_held
 from threefold.cli import log
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
@@ -99,7 +99,7 @@ def reshard(
     with contextlib.ExitStack() as stack:
         if not dry_run and root_info(storage, step) is None:
             folder = f"{step_folder(step)}/{wanted.attempt}"
-            stack.enter_context(claimed(storage, folder, is_shared=shard.count > 1))
+            stack.enter_context(folder_held(storage, folder, is_shared=shard.count > 1))
         return _reshard(source, storage, wanted, shard, slab_bytes, progress, started=started, dry_run=dry_run)
 
 

@@ -3,12 +3,12 @@
 A file is one only if its name says that it was to become a file of the checkpoint format. Links are not followed.
 """
 
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.format.keys import is_attempt, is_of_step, parse_step_folder, step_folder
+from threefold.claim import take_lock
 from threefold.storage import Storage, written_name
 from threefold.storage.folders import Folder, local_root
 from threefold.storage.local import local_failures
@@ -115,12 +115,9 @@ def _written_key(prefix: str, name: str) -> str | None:
 def _lock(descriptor: int) -> bool:
     """Lock a file against whoever would write it; return whether nobody does. Where there are no locks, nobody does."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return take_lock(descriptor, is_shared=True)
     except OSError:
         return True
-    return True
 
 
 def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:

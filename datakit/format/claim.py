@@ -4,9 +4,7 @@ The note is put before any file and goes last. One run at a time works on a loca
 runs of one machine alone; runs of several make the same bytes, as their note is put once and refuses all others.
 """
 
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ import orjson
 
 from datakit.files.durable import writing
 from datakit.format.output import LOCK, Output
+from threefold.claim import take_lock
 from threefold.errors import StorageError, UserError, quoted
 from threefold.scratch import is_kept
 from threefold.storage.folders import make_folders
@@ -74,17 +73,12 @@ def _made(output: Output, keeps: tuple[type[UserError], ...]) -> Iterator[Output
 
 
 def _take_lock(descriptor: int, path: Path, place: str, patience_s: float) -> None:
-    deadline_s = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise StorageError(f"another run is writing {place}", hint=f"lsof {quoted(path)}") from None
-            time.sleep(0.1)
-        except OSError as error:  # some network and parallel file systems are mounted without locks
-            hint = "mount it with locks (Lustre: -o flock), or choose another --output"
-            raise StorageError(f"cannot lock {path}: {error.strerror}", hint=hint) from error
+    try:
+        is_held = take_lock(descriptor, patience_s=patience_s)
+    except OSError as error:  # some network and parallel file systems are mounted without locks
+        hint = "mount it with locks (Lustre: -o flock), or choose another --output"
+        raise StorageError(f"cannot lock {path}: {error.strerror}", hint=hint) from error
+    if not is_held:
+        raise StorageError(f"another run is writing {place}", hint=f"lsof {quoted(path)}")
     if not os.fstat(descriptor).st_nlink:
         raise StorageError(f"another run has just completed {place}", hint=f"datakit inspect {quoted(place)}")

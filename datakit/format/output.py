@@ -19,8 +19,8 @@ import xxhash
 from datakit.files.durable import FileDigest, blocks_of, checked_blocks, durable_file, temporary_folder, writing
 from datakit.files.remote_file import is_url
 from datakit.format.manifest import FILE_NAME, WORK_FOLDER, Manifest
-from datakit.format.note import Note
 from datakit.text.inputs import open_file
+from threefold.claim import Note, this_process
 from threefold.errors import StorageError, UserError, is_utf8, quoted
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root, make_folders, sync_folder
@@ -29,6 +29,7 @@ from threefold.storage.repeating import open_repeating, repeating
 from threefold.storage.stale_uploads import abort_stale_uploads
 
 RECIPE_NOTE, ASSEMBLY_NOTE, LOCK = "recipe.json", "assembly.json", "lock"
+RUN = "run"  # in a note: the run that put it
 UPLOAD_MEMORY_BYTES = 48 << 20
 _NUM_READERS, _BLOCK_BYTES = 64, 4 << 20
 
@@ -100,7 +101,7 @@ class Output:
         held = self._held.made_of
         if self.folder and held != made_of and held.keys() == made_of.keys() and not self.holds_any():
             self._put_note(made_of)
-            self._held = Note.of_this_run(made_of)
+            self._held = Note(made_of, this_process())
         return self._held
 
     def holds_any(self) -> bool:
@@ -224,11 +225,11 @@ class Output:
         self.remove_work()
 
     def _put_note(self, made_of: dict[str, Any], *, if_absent: bool = False) -> None:
-        self.storage.write(self.note_key, Note.of_this_run(made_of).encode(), if_absent=if_absent)
+        self.storage.write(self.note_key, Note(made_of, this_process()).encode(RUN), if_absent=if_absent)
 
     def _note(self) -> Note | None:
         content = self.read(self.note_key)
-        return None if content is None else Note.parse(f"{self.place}/{self.note_key}", content)
+        return None if content is None else Note.parse(f"{self.place}/{self.note_key}", content, RUN)
 
     def _refuse_filled(self) -> None:
         """Take the note back if another run made something here between the look for it and the note.
