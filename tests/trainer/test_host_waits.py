@@ -1,14 +1,17 @@
 """Inside a step the host reads nothing back from a device, whatever the layout: it would wait for all that is enqueued.
 
-On a CPU each read of a number out of a tensor is an error, on a GPU each call for which torch's host waits. There all
-ranks are threads that share the GPU, so one is enough for any layout; their transfers are copies.
+On a CPU each call is an error that returns numbers of a tensor, or a tensor whose size they decide; on a GPU each call
+for which torch's host waits. There all ranks are threads that share the GPU, so one is enough for any layout; their
+transfers are copies.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +24,15 @@ from trainer.config.resolve import layout_of
 from trainer.engine import Engine
 from trainer.mesh.group import Network
 
-READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
+aten = torch.ops.aten
+READS = {
+    aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.nonzero.default,
+    aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
+    aten.bincount.default, aten._linalg_check_errors.default,
+}  # fmt: skip
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+UNDISPATCHED = ("tolist", "cpu", "numpy", "__array__", "__repr__", "to")  # methods of CPU tensors that call no op
+guard = threading.local()  # `is_on` in a thread that may not wait
 ON_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CASES = [  # layout, schedule, parts of cut tokens
     ("tp2", "1f1b", 2), ("pp3", "zb-h1", 1), ("pp2-virtual2", "1f1b", 1), ("tp1", "1f1b", 1), ("dp2", "1f1b", 1),
@@ -31,18 +42,49 @@ MARKED = [pytest.param(*case, marks=[pytest.mark.slow] if place > 2 else []) for
 
 
 class NoReads(TorchDispatchMode):
-    """An error for each operation that returns numbers of a tensor to Python."""
+    """An error for each operation that reads numbers of a tensor on the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in READS, f"{func} makes the host wait"
+        waits = func in READS
+        if func in INDEXING:
+            waits = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        if func is aten.repeat_interleave.Tensor:
+            waits = (kwargs or {}).get("output_size") is None
+        assert not waits, f"{func} makes the host wait"
         return func(*args, **kwargs or {})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _methods_that_read() -> Iterator[None]:
+    """Let the methods that no operation stands for be errors where `guard` is on, in backward passes too.
+
+    A device that is an object is the run's own, which here is the CPU; named by a word it is the host.
+    """
+
+    def seen(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: torch.Tensor, *args: Any, **named: Any) -> Any:
+            by_word = any(isinstance(each, str) for each in (*args, *named.values()))
+            waits = name != "to" or (by_word and not named.get("non_blocking"))
+            assert not (waits and getattr(guard, "is_on", False)), f"{name} makes the host wait"
+            return real(self, *args, **named)
+
+        return method
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in UNDISPATCHED:
+            patch.setattr(torch.Tensor, name, seen(name, getattr(torch.Tensor, name)))
+        yield
 
 
 @contextmanager
 def no_host_waits(device: str) -> Iterator[None]:
     if device == "cpu":
-        with NoReads():
-            yield
+        guard.is_on = True
+        try:
+            with NoReads():
+                yield
+        finally:
+            guard.is_on = False
         return
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -89,3 +131,84 @@ def test_a_number_that_a_step_reads_is_seen(device: str) -> None:
         no_host_waits(device),
     ):
         engine.start_step(1, batch, before_update=lambda: float(engine.verdict.is_bad))
+
+
+class Late(torch.autograd.Function):
+    """Call a function of the gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.function(dy)
+        return dy, None
+
+
+def call(function: Callable[[torch.Tensor], object], *, in_backward: bool) -> None:
+    x = torch.tensor([3.0, 1.0, 2.0, 1.0])
+    with no_host_waits("cpu"):
+        if in_backward:
+            torch.autograd.backward(Late.apply(x.requires_grad_(), function), x.detach())
+        else:
+            function(x)
+
+
+WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to cpu": lambda x: x.to("cpu"),
+    "numpy": lambda x: x.detach().numpy(),
+    "asarray": lambda x: np.asarray(x.detach()),
+    "repr": repr,
+    "item": lambda x: x[0].item(),
+    "float": lambda x: float(x[0]),
+    "bool": lambda x: bool(x[0] > 1),
+    "slice": lambda x: x[: (x > 1).sum()],
+    "boolean index": lambda x: x[x > 1],
+    "boolean index of a dim": lambda x: x.view(2, 2)[:, x[:2] > 1],
+    "boolean index that is written": lambda x: x.clone().index_put_((x > 1,), x[:2]),
+    "byte index": lambda x: x[(x > 1).to(torch.uint8)],
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 1),
+    "argwhere": lambda x: torch.argwhere(x),
+    "unique": lambda x: x.unique(),
+    "unique rows": lambda x: x.view(2, 2).unique(dim=0),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
+    "bincount": lambda x: x.long().bincount(),
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "one_hot": lambda x: torch.nn.functional.one_hot(x.long()),
+    "inverse": lambda x: torch.linalg.inv(x.view(2, 2)),
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_a_wait_is_seen_on_a_cpu(name: str, in_backward: bool) -> None:
+    with pytest.raises(AssertionError, match="makes the host wait"):
+        call(WAITS[name], in_backward=in_backward)
+    WAITS[name](torch.tensor([3.0, 1.0, 2.0, 1.0]))  # outside it is none
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[x.long() - 1],
+        lambda x: x.masked_fill(x > 1, 0),
+        lambda x: torch.where(x > 1, x, 0),
+        lambda x: x.repeat_interleave(2),
+        lambda x: x.repeat_interleave(x.long(), output_size=7),
+        lambda x: x.to(x.device, torch.float64),
+        lambda x: x.to("cpu", non_blocking=True),
+        lambda x: (x.unbind(), x.sum(), x.argmax(), x.sort(), len(x)),
+    ],
+)
+def test_what_stays_on_a_device_is_no_wait(function: Callable[[torch.Tensor], object]) -> None:
+    call(function, in_backward=False)
+    call(function, in_backward=True)
