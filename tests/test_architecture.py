@@ -40,7 +40,7 @@ TORCH_PLACES = ("ckptkit/io/torch_tensors.py", "ckptkit/torch/", "datakit/torch.
 TORCH_DOORS = {"ckptkit.torch", "datakit.torch"}
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 350, 60, 8
 ROOM_FILES, ROOM_SHARE = 15, 0.14  # of a folder, without those in it, and of its kit's lines
-ROOMY_KITS, HALLS = ("ckptkit",), {"ckptkit/commands"}  # a file a verb
+ROOMY_KITS, HALLS = ("ckptkit", "datakit"), {"ckptkit/commands", "datakit/commands"}  # a file a verb
 LONG_FILES = {
     "tests/ckptkit/saving/test_checkpointer.py",
     "tests/ckptkit/writer/test_copier.py",
