@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +39,7 @@ MOVED = {
     "check_still_there", "folder", "index_file", "is_given_up", "loss_as_damage", "open_part", "read_index",
     "read_indexes", "read_part", "size_faults", "storage",
 }  # fmt: skip
+MOVED_TO_PLACES = {"name_of", "ranks_that_read", "readable", "storage_of"}
 
 
 class CheckpointReader(Closing):
@@ -89,9 +91,14 @@ class CheckpointReader(Closing):
             self._all_chunks = self._join(None)
         return self._all_chunks
 
+    @property
+    def identity(self) -> bytes:
+        """What all that is read follows from."""
+        return self.root.to_bytes()
+
     def attempt_for(self, layout: ParallelLayout) -> str:
         """Return the attempt that writes this checkpoint for a layout: equal in every try, on every machine."""
-        return attempt_made_of(self.root.to_bytes(), layout)
+        return attempt_made_of(self.identity, layout)
 
     @property
     def bytes_read(self) -> int:
@@ -179,8 +186,9 @@ class CheckpointReader(Closing):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            """Return a member that moved to `files`, for programs of the version before."""
-            if name not in MOVED:
+            """Return a member that moved to `files` or their places, for programs of the version before."""
+            place = "files" if name in MOVED else "files.places" if name in MOVED_TO_PLACES else None
+            if place is None:
                 raise AttributeError(f"CheckpointReader has no attribute {name!r}")
-            warnings.warn(f"CheckpointReader.{name} is now CheckpointReader.files.{name}", DeprecationWarning, 2)
-            return getattr(self.files, name)
+            warnings.warn(f"CheckpointReader.{name} is now CheckpointReader.{place}.{name}", DeprecationWarning, 2)
+            return getattr(attrgetter(place)(self), name)

@@ -15,7 +15,7 @@ from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.foreign.kinds import folder_of
 from ckptkit.foreign.zarr.export import export_tensorstore
 from ckptkit.loading.chunk_source import ChunkSource, RewriteSource
-from ckptkit.loading.reader import MOVED, CheckpointReader
+from ckptkit.loading.reader import MOVED, MOVED_TO_PLACES, CheckpointReader
 from ckptkit.loading.restore import restore_from
 from ckptkit.mapping.mapper import Mapper
 from ckptkit.mapping.source import MappedSource
@@ -117,6 +117,9 @@ def test_members_that_moved_to_the_files_answer_for_one_release(run: Path) -> No
         for name in MOVED:
             with pytest.warns(DeprecationWarning, match=f"files.{name}"):
                 assert getattr(reader, name) == getattr(reader.files, name)
+        for name in MOVED_TO_PLACES:
+            with pytest.warns(DeprecationWarning, match=f"files.places.{name}"):
+                assert getattr(reader, name) == getattr(reader.files.places, name)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert not hasattr(reader, "sizes")
