@@ -75,6 +75,7 @@ ROWS = {
     "1b-dp2": Row("1b", 8, 16, dp=2, beside="1b", peers=(f"{TITAN} --bs 8", f"{MCORE} --mbs 4 --nmb 2")),
     "1b-tp2": Row("1b", 16, 16, tp=2, beside="1b-by-16",
                   peers=(f"{TITAN} --bs 16 --tp 2 --pure_bf16 1", f"{MCORE} --mbs 4 --nmb 2 --tp 2")),
+    "1b-tp2-by-2": Row("1b", 2, 32, tp=2, beside="1b-by-2"),
     "1b-tp2-parts": Row("1b", 16, 16, tp=2, more=IN_PARTS, beside="1b-tp2"),
     "1b-pp2": Row("1b", 1, 16, pp=2, beside="1b-by-1", peers=(f"{TITAN_PP} --pure_bf16 1", MCORE_PP)),
     "1b-pp2-zb": Row("1b", 1, 16, pp=2, more=ZERO_BUBBLE, beside="1b-pp2"),
