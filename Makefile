@@ -76,7 +76,7 @@ wheel: $(WHEEL_VENV)/.ready  ## sources and a wheel for other machines, in dist/
 	rm -rf build/wheel dist/threefold-*$(ARCH).whl dist/threefold-*.tar.gz
 	@echo "wheel: 1 of 3, sources and wheel; zig compiles its C++ library first, once a machine"
 	CXX="$(ZIG)" _PYTHON_HOST_PLATFORM=linux-$(ARCH) PATH="$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/python -m build \
-	  --no-isolation --outdir build/wheel -C cmake.define.THREEFOLD_CUDA=OFF -C build.verbose=true -C logging.level=INFO
+	  --no-isolation --outdir build/wheel -C cmake.define.THREEFOLD_CUDA=OFF -C logging.level=INFO
 	@echo "wheel: 2 of 3, the platform it may claim"
 	@mkdir -p dist
 	cp build/wheel/*.tar.gz dist
@@ -93,7 +93,7 @@ $(WHEEL_VENV)/.ready: Makefile
 	touch $@
 
 TORCH_VENV := build/torch-venv
-test-torch:  ## the tests of what uses torch, with another one: make test-torch TORCH=torch==2.14.1
+test-torch:  ## the tests of what uses torch, with another one: make test-torch TORCH=torch==2.15.0
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(PYTHON) tools/set_up.py $(TORCH_VENV) --extra test --torch "$(TORCH)" --cuda $(CUDA)
 	$(TORCH_VENV)/bin/python -m pip install "$(TORCH)"
@@ -102,9 +102,10 @@ test-torch:  ## the tests of what uses torch, with another one: make test-torch 
 release: $(READY)  ## version, changelog, checks, sources and wheel: make release VERSION=0.2.0; refuses a dirty tree
 	$(BIN)/python -m tools.release $(VERSION)
 
-test-aarch64: $(READY)  ## the native libraries, cross-built and emulated: needs qemu-user and libc6-arm64-cross
+test-aarch64: $(READY)  ## a wheel for aarch64, and its libraries emulated: needs qemu-user and libc6-arm64-cross
+	$(MAKE) wheel ARCH=aarch64
 	$(BIN)/python -m pip install --quiet ziglang
-	$(BIN)/python -m pytest -m "" tests/native -v
+	WHEEL_AARCH64="$$(ls dist/threefold-*aarch64.whl)" $(BIN)/python -m pytest -m "" tests/native -v
 
 clean:  ## remove all that the other targets made
 	rm -rf build dist demo-out .cache $(VENV) datakit/_native.so ckptkit/_native.so trainer/_native.so

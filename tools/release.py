@@ -40,16 +40,19 @@ def main(argv: "list[str] | None" = None) -> int:
         print("\n".join(f"would remove {path.relative_to(ROOT)}" for path in used))
         return 0
     before = {path: path.read_text() for path in (*map(ROOT.joinpath, written), *used)}
-    for name, text in written.items():
-        (ROOT / name).write_text(text)
-    for path in used:
-        path.unlink()
-    for step in STEPS:
-        print("+", *step, flush=True)
-        if subprocess.run(step, cwd=ROOT, check=False).returncode:
-            for path, text in before.items():
-                path.write_text(text)
-            sys.exit(f"error: {' '.join(step)} failed; {', '.join(written)} are as they were")
+    try:
+        for name, text in written.items():
+            (ROOT / name).write_text(text)
+        for path in used:
+            path.unlink()
+        for step in STEPS:
+            print("+", *step, flush=True)
+            if subprocess.run(step, cwd=ROOT, check=False).returncode:
+                sys.exit(f"error: {' '.join(step)} failed; {', '.join(written)} are as they were")
+    except BaseException:  # Ctrl-C too
+        for path, text in before.items():
+            path.write_text(text)
+        raise
     version = arguments.version
     print(f"dist/ holds {version}. What is left:\n  git commit -am 'Release {version}' && git tag v{version}")
     return 0

@@ -23,6 +23,7 @@ def tree(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text((ROOT / name).read_text())
     (root / "changes").mkdir()
+    (root / "changes" / "summary.md").write_text("**You gain** whole rows.\n")
     (root / "changes" / "datakit-rows.md").write_text("fixed: rows of 7 tokens are whole.\n")
     git(tmp_path, "init", "-q", "tree")
     git(root, "add", ".")
@@ -85,3 +86,22 @@ def test_a_check_that_fails_leaves_the_files_as_they_were(
     assert "git tag v7.8.9" in capsys.readouterr().out
     assert not fragment.exists()
     assert 'version = "7.8.9"' in (tree / "pyproject.toml").read_text()
+
+
+def test_an_interrupt_leaves_the_files_as_they_were(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (*release.PLACES, "CHANGELOG.md", "changes/datakit-rows.md", "changes/summary.md")
+    before = {name: (tree / name).read_text() for name in names}
+    found = []
+
+    def stopped(command: tuple[str, ...], **_: object) -> None:
+        found.append((tree / "changes" / "datakit-rows.md").exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(release, "ROOT", tree)
+    with monkeypatch.context() as patch:
+        patch.setattr(release, "refused", lambda *_: None)
+        patch.setattr(release.subprocess, "run", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            release.main(["7.8.9"])
+    assert found == [False]
+    assert {name: (tree / name).read_text() for name in names} == before

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.support.training import call
+from threefold.version import __version__
 from trainer.config.resolve import tiers_of
 from trainer.config.walk import config_from
 from trainer.run.banner import kept
@@ -18,7 +19,8 @@ def test_a_run_says_what_it_is_and_where_it_saves(
     assert call("train", *arguments, "--train-steps", 2) == 0
     text = capsys.readouterr().err
     for fact in (
-        "trainer  0.1.0\nmodel    27,168 parameters: 3 layers of 32, 4 heads (2 of keys and values), swiglu of 48",
+        f"trainer  {__version__}\n"
+        "model    27,168 parameters: 3 layers of 32, 4 heads (2 of keys and values), swiglu of 48",
         "\n         positions, 61 tokens\n",
         "layout   tp 1 x pp 1 x dp 1 = 1 rank, ZeRO stage 1\n",
         "step     16 samples of 32 = 512 tokens; 2 steps = 1,024 tokens\n",
