@@ -102,10 +102,7 @@ class BlendConfig:
         index = self.indices[number] if number < len(self.indices) else None
         rows = None if self.packing == "concat" else Packing(self.packing, seq_length, index)
         if "://" in path:
-            if not self.cache:
-                what = "no data.cache is named to read it through"
-                raise UserError(f"{path} is not a local folder: {what}", hint="--data.cache /local/cache")
-            return TokenStore.open(path, cache=self.cache, cache_mib=self.cache_mib, rows=rows)
+            return TokenStore.open(path, cache=self.cache or None, cache_mib=self.cache_mib, rows=rows)
         return TokenStore.open(path, reading=self.reading, rows=rows)
 
     def tokenizer_of(self, path: str) -> "TokenizerIdentity":

@@ -19,13 +19,13 @@ import orjson
 import xxhash
 
 from datakit.foreign.exact_reader import MAX_PIECE_BYTES
-from datakit.format.claim import claim
 from datakit.format.fields import Fields
 from datakit.format.manifest import FILE_NAME, WORK_FOLDER, Manifest, shard_entry
 from datakit.format.output import ASSEMBLY_NOTE, Output
 from datakit.format.shard import Tokens
 from datakit.format.shard_entry import ShardEntry
 from datakit.format.tokenizer_copy import digests_of, place_copy, tokenizer_copy
+from datakit.store.claim import claim
 from datakit.store.token_store import TokenStore, open_made
 from datakit.store.writer import ShardSequence, store_dtype
 from datakit.tokenization.identity import TokenizerIdentity

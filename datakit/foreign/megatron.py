@@ -15,12 +15,12 @@ import xxhash
 
 from datakit.files.durable import FileDigest, digest_file, durable_file, reading, writing
 from datakit.foreign.foreign_store import AGAIN_HINT, Choices, check_tokens, make_store, store_of_files
-from datakit.format.claim import claim
 from datakit.format.manifest import STORE_DTYPES, WORK_FOLDER
 from datakit.format.origins import document_check, origins_head
 from datakit.format.output import ASSEMBLY_NOTE, Output
 from datakit.format.shard import HEADER, Int64s, Tokens, TokenShard
 from datakit.format.shard_entry import ShardEntry
+from datakit.store.claim import claim
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import CheckFailed, UserError, listing, quoted

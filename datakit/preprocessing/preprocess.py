@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datakit.dedup.item_hashes import find_duplicates
-from datakit.format.claim import PATIENCE_S, claim
 from datakit.format.manifest import FILE_NAME, Manifest
 from datakit.format.output import Output, key_of
 from datakit.format.shard_entry import ShardEntry
@@ -38,6 +37,7 @@ from datakit.preprocessing.sources import Sources, require_unchanged
 from datakit.preprocessing.summary import StoreSummary, Summary
 from datakit.preprocessing.task import HASH, Task
 from datakit.preprocessing.worker_pool import WorkerPool
+from datakit.store.claim import PATIENCE_S, claim
 from datakit.store.item_records import ItemRecord, read_records
 from datakit.store.writer import store_dtype
 from datakit.text.documents import DocumentReader

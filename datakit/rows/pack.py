@@ -21,7 +21,6 @@ import xxhash
 
 from datakit.files.durable import FileDigest, checked_blocks, durable_file
 from datakit.files.remote_file import is_url
-from datakit.format.claim import claim
 from datakit.format.manifest import FILE_NAME
 from datakit.format.output import ASSEMBLY_NOTE, Output
 from datakit.format.shard import Int64s
@@ -35,6 +34,7 @@ from datakit.rows.packing_index import (
     default_folder,
     read_record,
 )
+from datakit.store.claim import claim
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError, quoted
 from threefold.storage.local import LocalStorage, sync_name

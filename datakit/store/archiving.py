@@ -14,11 +14,11 @@ import xxhash
 
 from datakit.files.durable import FileDigest, blocks_of, checked_blocks
 from datakit.format.archive_record import SUFFIX, ArchiveRecord
-from datakit.format.claim import claim
 from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME, WORK_FOLDER, is_plain_folder
 from datakit.format.output import LOCK, Output
 from datakit.format.seekable_zstd import FRAME_BYTES, pack
 from datakit.shards.store_source import StoreSource
+from datakit.store.claim import claim
 from datakit.store.file_threads import FileThreads, Report
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError, quoted

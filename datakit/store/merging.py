@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from datakit.files.durable import FileDigest
-from datakit.format.claim import claim
 from datakit.format.manifest import FILE_NAME, Manifest
 from datakit.format.output import ASSEMBLY_NOTE, Output
 from datakit.format.tokenizer_copy import damaged
+from datakit.store.claim import claim
 from datakit.store.token_store import TokenStore, open_made
 from threefold.errors import UserError, quoted
 

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from datakit.files.durable import FileDigest, durable_file, url_behind
-from datakit.format.claim import claim
 from datakit.format.manifest import FILE_NAME, is_plain_folder
 from datakit.format.output import ASSEMBLY_NOTE, Output
 from datakit.shards.store_source import SourceFile, StoreSource
+from datakit.store.claim import claim
 from datakit.store.file_threads import FileThreads, Report
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, StorageError, UserError, quoted

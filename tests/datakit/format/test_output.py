@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from datakit.format.claim import claim
 from datakit.format.output import Output
+from datakit.store.claim import claim
 from threefold.errors import StorageError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from datakit.files.durable import FileDigest, digest_file
-from datakit.format.claim import claim
 from datakit.format.output import ASSEMBLY_NOTE, Output
+from datakit.store.claim import claim
 from tests.datakit.conftest import files_of
 from threefold.errors import CheckFailed, StorageError, UserError
 
