@@ -19,7 +19,7 @@ PRONOUNS = {
 }  # fmt: skip
 LOCAL_LINES = 5  # a local that is used over more lines than this has a name
 PRONOUNS_LEFT = {
-    "threefold": 0,
+    "threefold": 2,
     "datakit": 82,
     "ckptkit": 198,
     "trainer": 47,
