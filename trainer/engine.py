@@ -87,7 +87,7 @@ class Engine:
         mesh.clock.take()
         num_tokens = mesh.dp.all_reduce(batch.loss_mask.sum(dtype=torch.float64))
         scale = 1 / num_tokens.clamp(min=1)
-        self.store.begin_step(len(batch.tokens))
+        self.store.begin_step()
         loss = self._run(
             schedule_of(self.config),
             self._microbatches(step, batch, scale=scale),

@@ -152,8 +152,22 @@ def test_results_that_nobody_uses_need_no_gradient(device: str) -> None:
 
 def test_the_gradients_of_the_weights_can_be_taken_unrounded(norm: str, device: str) -> None:
     case = inputs(norm, (40, 64), torch.bfloat16, device)
-    taken: list[tuple[Tensor, ...]] = []
-    y, _ = add_norm(case["x"].requires_grad_(), case["residual"], case["weight"], case.get("bias"), EPS, taken.append)
+    weights, taken = (case["weight"], case.get("bias")), list[tuple[Tensor, ...]]()
+    forward = tuple(None if each is None else each.clone() for each in weights)
+
+    class Handles:
+        """What the forward had is gone."""
+
+        def read(self) -> tuple[Tensor, Tensor | None]:
+            return weights
+
+        def take(self, gradients: tuple[Tensor, ...]) -> None:
+            taken.append(gradients)
+
+    y, _ = add_norm(case["x"].requires_grad_(), case["residual"], *forward, EPS, Handles())
+    for each in forward:
+        if each is not None:
+            each.fill_(torch.nan)
     y.backward(case["dy"])
     (gradients,) = taken
     want = exact({**case, "x": case["x"].detach()})[4:]

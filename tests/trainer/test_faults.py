@@ -21,6 +21,7 @@ from tests.trainer.support.parity import (
     make_engine,
     run_steps,
 )
+from tests.trainer.support.pass_faults import PASS_FAULTS
 from tests.trainer.support.plain_model import train
 from tests.trainer.support.threads import Deadlock, run_threads
 from tests.trainer.support.token_faults import TOKEN_FAULTS, turning_rows, windows
@@ -30,7 +31,7 @@ from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, Tra
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
-ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS]
+ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS, *PASS_FAULTS]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, round_vocab_to=1,

@@ -101,7 +101,7 @@ class _Linear(torch.autograd.Function):
             (saved,) = ctx.saved_tensors
             dx, x_TK = ctx.make_x.backward(dx, saved.detach())
             torch.autograd.graph.increment_version(saved)  # so that a second backward is refused
-        weight.add_product(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
+        weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
         if ctx.bias is not None:
             ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
         if gather is not None:

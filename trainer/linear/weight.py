@@ -5,14 +5,19 @@ it is never rounded to the compute dtype, and the first contribution of a step o
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from trainer.linear.wgrads import Wgrads
 
 
-def _nothing() -> None:
-    """Do nothing."""
+@dataclass(slots=True)
+class Access:
+    """What may be done with some weights now: `reads` their values, `adds` to their gradients."""
+
+    reads: bool = True
+    adds: bool = True
 
 
 class Weight:
@@ -20,43 +25,37 @@ class Weight:
 
     `values` is a view of a bucket in the compute dtype. `contributes` is False on a rank whose gradient another rank of
     the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw. `wgrads`
-    makes its products at once, or puts them off. `before_use` is called before values are read, `after_gradient` after
-    each contribution. `num_users` is how many layers of this rank took the handle; each contributes once a micro-batch.
+    makes its gradients at once, or puts them off. `access` is that of the unit which has the weight: a pass of it.
     """
 
     def __init__(
         self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool, wgrads: Wgrads | None = None,
-        before_use: Callable[[], object] = _nothing, after_gradient: Callable[[], object] = _nothing,
+        access: Access | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.epoch, self.num_users = name, 0, 0
+        self.name, self.shape, self.epoch = name, values.shape, 0
         self._values, self._gradient, self._contributes = values, gradient, contributes
-        self._wgrads, self._before_use, self._after_gradient = wgrads or Wgrads(), before_use, after_gradient
+        self._wgrads, self._access = wgrads or Wgrads(), access or Access()
         self._is_first = True
 
     @property
     def values(self) -> Tensor:
-        """Return the live values, once they are up to date."""
-        self._before_use()
+        """Return the live values, which are up to date within a pass of the unit."""
+        assert self._access.reads, f"{self.name} was read outside of the passes of its unit"
         return self._values
 
-    def add_gradient(self, compute: Callable[[Tensor, bool], object], *, is_whole: bool = True) -> None:
+    def add_gradient(self, compute: Callable[[Tensor, bool], object]) -> None:
         """Call `compute(out, first)`, which adds a contribution to `out`, or overwrites it if it is the first one.
 
-        `is_whole` is False for a part of a contribution, unless it is the last part.
+        A schedule may put it off. Then it does so for all contributions of a backward pass, in their order.
         """
-        assert self._gradient is not None, f"{self.name} is held for inference"
         if self._contributes:
-            compute(self._gradient, self._is_first)
-            self._is_first = False
-        if is_whole:
-            self._after_gradient()
+            self._wgrads.add(lambda: self._add(compute))
 
-    def add_product(self, compute: Callable[[Tensor, bool], object]) -> None:
-        """Do the same for a product of a backward pass, which a schedule may put off.
-
-        Where one does, a weight's contributions all come this way, or its order of sums would differ from others'.
-        """
-        self._wgrads.add(lambda: self.add_gradient(compute))
+    def _add(self, compute: Callable[[Tensor, bool], object]) -> None:
+        assert self._gradient is not None, f"{self.name} is held for inference"
+        assert self._access.adds, f"a gradient of {self.name} came outside of the passes of its unit"
+        compute(self._gradient, self._is_first)
+        self._is_first = False
 
     def begin_step(self) -> None:
         """Let the next contribution be the first."""

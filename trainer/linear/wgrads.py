@@ -1,4 +1,4 @@
-"""Wgrads: products for the gradients of weights, made at once, or put off as the W of a zero-bubble schedule."""
+"""Wgrads: the gradients of weights, made at once, or put off as the W of a zero-bubble schedule."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,16 +9,18 @@ Product = Callable[[], object]
 
 
 class Wgrads:
-    """Where a rank's linears hand in their products; owned by the training thread, which waits for autograd's.
+    """Where a rank's layers hand in gradients; owned by the training thread, which waits for autograd's.
 
-    What is put off keeps the factors: the input of each linear and the gradient of its output.
+    What is put off keeps the factors: the input of each linear and the gradient of its output. `is_last` says whether
+    the pass in work is the last of its kind on its stage: what makes gradients there, makes the step's last ones.
     """
 
     def __init__(self) -> None:
         self._put_off: list[Product] | None = None
+        self.is_last = False
 
     def add(self, product: Product) -> None:
-        """Make a product, or put it off inside `putting_off`."""
+        """Make a product, or put it off inside `putting_off`; what marks a place among products comes this way too."""
         if self._put_off is None:
             product()
         else:

@@ -13,14 +13,14 @@ from trainer.model.op_choices import OpChoices
 from trainer.ops.attention.seam import attention
 from trainer.ops.rope import QkNorm, rope_backward, rope_forward
 from trainer.parallel.tensor import TensorParallel
-from trainer.store.store import ParameterStore
+from trainer.store.unit import Unit
 
 
 class Attention:
     """q, k and v as one product, norm and rotation of heads, softmax attention, output."""
 
     def __init__(
-        self, model: ModelConfig, store: ParameterStore, prefix: str, tensor: TensorParallel, choices: OpChoices,
+        self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, choices: OpChoices,
         window: int | None,
     ) -> None:  # fmt: skip
         self.tensor, self.choices, self.window, group = tensor, choices, window, tensor.group
@@ -29,15 +29,15 @@ class Attention:
         parts = ["qkv"] if group.size <= model.num_kv_heads else ["q", "kv"]
         self.qkv = [
             (
-                store.weight(*(f"{prefix}.{name}.weight" for name in part)),
-                store.weight_if_any(*(f"{prefix}.{name}.bias" for name in part)),
+                unit.weight(*(f"{prefix}.{name}.weight" for name in part)),
+                unit.weight_if_any(*(f"{prefix}.{name}.bias" for name in part)),
             )
             for part in parts
         ]
-        self.out = store.weight(f"{prefix}.out.weight")
-        self.out_bias = store.weight_if_any(f"{prefix}.out.bias")
+        self.out = unit.weight(f"{prefix}.out.weight")
+        self.out_bias = unit.weight_if_any(f"{prefix}.out.bias")
         names = [f"{prefix}.{name}" for name in ("q_norm", "k_norm")] if model.qk_norm else []
-        self.norms = [Norm(model, store, name, choices) for name in names]
+        self.norms = [Norm(model, unit, name, choices) for name in names]
 
     def __call__(self, x_TD: Tensor, batch: MicroBatch) -> Tensor:
         q_SNH, k_SKH, v_SKH = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)

@@ -26,10 +26,11 @@ class Block:
         self, model: ModelConfig, store: ParameterStore, number: int, tensor: TensorParallel, choices: OpChoices
     ) -> None:
         prefix, self.number = f"layers.{number}", number
-        self.norm1 = Norm(model, store, f"{prefix}.norm1", choices)
-        self.attention = Attention(model, store, f"{prefix}.attn", tensor, choices, choices.windows[number])
-        self.norm2 = Norm(model, store, f"{prefix}.norm2", choices)
-        self.mlp = MLP(model, store, f"{prefix}.mlp", tensor, choices)
+        self.unit = unit = store.unit(prefix)
+        self.norm1 = Norm(model, unit, f"{prefix}.norm1", choices)
+        self.attention = Attention(model, unit, f"{prefix}.attn", tensor, choices, choices.windows[number])
+        self.norm2 = Norm(model, unit, f"{prefix}.norm2", choices)
+        self.mlp = MLP(model, unit, f"{prefix}.mlp", tensor, choices)
 
     def __call__(self, x_TD: Tensor, branch_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the branch that is yet to be added to it, as it takes them.

@@ -8,7 +8,7 @@ from trainer.config import Config
 from trainer.config.resolve import cuts_tokens
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.block import Block
-from trainer.model.embedding import embed_tokens, lookup
+from trainer.model.embedding import anchor, embed_tokens, lookup
 from trainer.model.head import Head
 from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
@@ -18,6 +18,7 @@ from trainer.model.stages import stage_ranges
 from trainer.ops.rope import turns_at
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
+from trainer.store.unit import Unit, border
 
 
 class Chunk:
@@ -31,9 +32,11 @@ class Chunk:
             TensorParallel(mesh.tp, cuts_tokens(config), config.parallel.tp_overlap_parts),
         )
         model, num_stages = config.model, mesh.layout.num_stages
+        self.unit: Unit | None = None  # of the embedding
         if stage == 0:
-            self.embed = store.weight("embed.weight")
-            self.positions = store.weight_if_any("pos.weight")
+            self.unit = store.unit("embed")
+            self.embed = self.unit.weight("embed.weight")
+            self.positions = self.unit.weight_if_any("pos.weight")
         layers = stage_ranges(config, store.table, num_stages)[stage]
         self.blocks = [Block(model, store, number, self.tensor, choices) for number in layers]
         self.head = Head(config, store, self.tensor, choices) if stage == num_stages - 1 else None
@@ -54,12 +57,15 @@ class Chunk:
         if model.position == "rope":
             frequencies_H = rotary_frequencies(model, device=x_TD.device)
             batch = replace(batch, turns_SH=turns_at(batch.positions_S, frequencies_H, x_TD.dtype))
+        before = self.unit
         for block in self.blocks:
+            x_TD, branch_TD = border(before, block.unit, x_TD, branch_TD)
+            before = block.unit
             if self.config.train.recompute == "full":
                 x_TD, branch_TD = recompute(block, x_TD, branch_TD, batch)
             else:
                 x_TD, branch_TD = block(x_TD, branch_TD, batch)
-        return x_TD, branch_TD
+        return border(before, None if self.head is None else self.head.unit, x_TD, branch_TD)
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """Return the logits of the whole vocabulary of each row's last token, for a model on one pipeline stage."""
@@ -70,7 +76,8 @@ class Chunk:
         return self.head.logits(x_TD[last], None if branch_TD is None else branch_TD[last])
 
     def _embedded(self, batch: MicroBatch) -> Tensor:
-        x_TD = embed_tokens(batch.tokens_S, self.embed, self.tensor)
+        start, _ = border(None, self.unit, anchor(batch.tokens_S.device))
+        x_TD = embed_tokens(batch.tokens_S, self.embed, self.tensor, start)
         if self.positions is not None:
-            x_TD = x_TD + lookup(batch.own(batch.positions_S), self.positions)
+            x_TD = x_TD + lookup(batch.own(batch.positions_S), self.positions, start)
         return batch.drop(x_TD, layer=self.config.model.num_layers, site=0)

@@ -11,23 +11,27 @@ from trainer.ops.dtypes import wide_dtype
 from trainer.parallel.tensor import TensorParallel
 
 
-def embed_tokens(tokens_S: Tensor, weight: Weight, tensor: TensorParallel) -> Tensor:
+def anchor(device: torch.device) -> Tensor:
+    """Return where the graph begins, which the gradients of all weights hang on: a number that nobody reads."""
+    return torch.empty((), device=device, requires_grad=torch.is_grad_enabled())
+
+
+def embed_tokens(tokens_S: Tensor, weight: Weight, tensor: TensorParallel, anchor: Tensor) -> Tensor:
     """Return the rows of the whole matrix that this rank's tokens of the micro-batch are, [T, D].
 
     For example with 10 rows on each of two ranks token 13 is row 3 of the second, and zero on the first.
     """
     if tensor.group.size == 1:
-        return lookup(tokens_S, weight)
-    num_rows = weight.values.shape[0]
+        return lookup(tokens_S, weight, anchor)
+    num_rows = weight.shape[0]
     local_S = tokens_S - tensor.group.index * num_rows
     is_here_S = (local_S >= 0) & (local_S < num_rows)
-    rows_SD = lookup(local_S.masked_fill(~is_here_S, 0), weight)
+    rows_SD = lookup(local_S.masked_fill(~is_here_S, 0), weight, anchor)
     return tensor.leave(rows_SD * is_here_S.unsqueeze(-1))
 
 
-def lookup(rows_T: Tensor, weight: Weight) -> Tensor:
-    """Return rows of a matrix, [T, D]: the beginning of the graph, which the gradients of all weights hang on."""
-    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+def lookup(rows_T: Tensor, weight: Weight, anchor: Tensor) -> Tensor:
+    """Return rows of a matrix, [T, D]."""
     return _Lookup.apply(anchor, rows_T, weight)
 
 
@@ -43,8 +47,11 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, None, None]:
         (rows_T,) = ctx.saved_tensors
         weight: Weight = ctx.weight
-        num_rows = weight.values.shape[0]
-        wide_TD = dy_TD.to(wide_dtype(dy_TD.dtype))
-        dweight = torch.ops.aten.embedding_dense_backward(wide_TD, rows_T, num_rows, -1, False)
-        weight.add_gradient(add_or_write(dweight))
+
+        def add(out: Tensor, first: bool) -> None:
+            wide_TD = dy_TD.to(wide_dtype(dy_TD.dtype))
+            dweight = torch.ops.aten.embedding_dense_backward(wide_TD, rows_T, weight.shape[0], -1, False)
+            add_or_write(dweight)(out, first)
+
+        weight.add_gradient(add)
         return None, None, None

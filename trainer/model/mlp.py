@@ -6,7 +6,7 @@ from trainer.config import ModelConfig
 from trainer.model.op_choices import OpChoices
 from trainer.ops.activation import ACTIVATIONS, SWIGLU
 from trainer.parallel.tensor import TensorParallel
-from trainer.store.store import ParameterStore
+from trainer.store.unit import Unit
 
 
 class MLP:
@@ -15,15 +15,13 @@ class MLP:
     Kept for the backward: x and the packed gate|up, [S, 2 F], of which the backward makes down's input again.
     """
 
-    def __init__(
-        self, model: ModelConfig, store: ParameterStore, prefix: str, tensor: TensorParallel, choices: OpChoices
-    ) -> None:
+    def __init__(self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, choices: OpChoices) -> None:
         self.tensor, self.activation, self.choices = tensor, ACTIVATIONS[model.activation], choices
         names = ("gate", "up") if self.activation is SWIGLU else ("up",)
-        self.up = store.weight(*(f"{prefix}.{name}.weight" for name in names))
-        self.up_bias = store.weight_if_any(*(f"{prefix}.{name}.bias" for name in names))
-        self.down = store.weight(f"{prefix}.down.weight")
-        self.down_bias = store.weight_if_any(f"{prefix}.down.bias")
+        self.up = unit.weight(*(f"{prefix}.{name}.weight" for name in names))
+        self.up_bias = unit.weight_if_any(*(f"{prefix}.{name}.bias" for name in names))
+        self.down = unit.weight(f"{prefix}.down.weight")
+        self.down_bias = unit.weight_if_any(f"{prefix}.down.bias")
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         activation = self.activation.in_form(self.choices.forms.activation)

@@ -10,8 +10,7 @@ its neighbours. Sources: Zhang and Sennrich, "Root Mean Square
 Layer Normalization", 2019; Ba, Kiros and Hinton, "Layer Normalization", 2016.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,16 @@ from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
 
 RMS_NORM, LAYER_NORM = 0, 1  # csrc/ops/ops.h: op_norm
-TakeGradients = Callable[[tuple[Tensor, ...]], object]
+
+
+class Handles(Protocol):
+    """A norm's weight and bias where they are not kept: the backward reads them again and hands gradients over."""
+
+    def read(self) -> tuple[Tensor, Tensor | None]:
+        """Return both, as they were in the forward."""
+
+    def take(self, gradients: tuple[Tensor, ...]) -> None:
+        """Take the gradients of weight and bias in the wide dtype."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -42,14 +50,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    take_gradients: TakeGradients | None = None, form: str = "csrc",
+    handles: Handles | None = None, form: str = "csrc",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the norm of the sum of x and residual, and that sum, for the residual stream to go on.
 
     RMSNorm without a bias, LayerNorm with one; differentiable once. Without a residual the sum is x. Use the returned
-    sum in place of x: then one pass of the backward adds up what comes back through both results. `take_gradients`, if
-    there is one, is called with the gradients of weight and bias in the wide dtype, and autograd gets none. Raises
-    UserError as `rms_norm` does.
+    sum in place of x: then one pass of the backward adds up what comes back through both results. With `handles`
+    weight and bias are not kept, and autograd has no gradients of them. Raises UserError as `rms_norm` does.
     """
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise UserError(f"norm: weight {list(weight.shape)} does not fit the last dim of x {list(x.shape)}")
@@ -65,7 +72,7 @@ def add_norm(
             raise UserError(f"norm: {name} {list(other.shape)} does not fit x {list(x.shape)}")
     if torch.compiler.is_compiling():
         return add_norm_reference(x, residual, weight, bias, eps)
-    return _AddNorm.apply(x, residual, weight, bias, eps, take_gradients, form)
+    return _AddNorm.apply(x, residual, weight, bias, eps, handles, form)
 
 
 def add_norm_reference(
@@ -146,14 +153,15 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        take_gradients: TakeGradients | None, form: str,
+        handles: Handles | None, form: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, weight = x.contiguous(), weight.contiguous()
         residual, bias = (None if each is None else each.contiguous() for each in (residual, bias))
         y, total, numbers = _forward(form, x, residual, weight, bias, eps)
         ctx.save_for_backward(total, numbers)
         ctx.set_materialize_grads(False)
-        ctx.weights, ctx.eps, ctx.form, ctx.take_gradients = (weight, bias), eps, form, take_gradients
+        ctx.weights, ctx.handles = (weight, bias) if handles is None else None, handles
+        ctx.eps, ctx.form = eps, form
         return y, total
 
     @staticmethod
@@ -164,11 +172,11 @@ class _AddNorm(torch.autograd.Function):
             return dsum, dsum if has_residual else None, *[None] * 5
         total, numbers = ctx.saved_tensors
         dsum = None if dsum is None else dsum.contiguous()
-        weight, bias = ctx.weights
+        weight, bias = ctx.weights or ctx.handles.read()
         dx, dweights = _backward(ctx.form, dy.contiguous(), dsum, total, weight, bias, ctx.eps, numbers)
         gradients: tuple[Tensor | None, ...] = (None, None)
-        if ctx.take_gradients is not None:
-            ctx.take_gradients(dweights)
+        if ctx.handles is not None:
+            ctx.handles.take(dweights)
         else:
             gradients = (*(each.to(total.dtype, copy=True) for each in dweights), None)[:2]
         return dx, dx if has_residual else None, *gradients, None, None, None

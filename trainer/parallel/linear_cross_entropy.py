@@ -66,7 +66,7 @@ def _losses(
         loss_T[some] = losses(sums, z_loss)
         if dx_TD is not None and weights_T is not None:
             write_gradient(logits, labels, part, factors(sums, weights_T[some], z_loss))
-            matrix.add_gradient(_product(logits, x), is_whole=some.stop >= num_tokens)
+            matrix.add_gradient(_product(logits, x))
             torch.mm(logits, values, out=dx_TD[some])
     return loss_T, dx_TD
 

@@ -3,7 +3,8 @@
 A receive is begun at its action and waited for by the pass that reads it. A send waits while `max_sends` earlier ones
 on its link are under way, so what is kept for sending stays bounded whatever the number of micro-batches. Between the
 two passes of a micro-batch its graph is kept, but not its output: that is freed once sent. Between B and W what the
-products for the gradients of weights read is kept: the input of each linear and the gradient of its output.
+products for the gradients of weights read is kept: the input of each linear and the gradient of its output. Whoever
+makes gradients may ask whether the pass in work is the last of its kind on its stage.
 """
 
 from collections import defaultdict, deque
@@ -28,7 +29,7 @@ class Executor(Generic[M]):
     """Runs rows of actions on one rank's thread; `peak_live` and `peak_sends` count what it held at once.
 
     `link_of` returns the group of two ranks that a transfer takes, `new_buffer` memory for what is received. `wgrads`
-    is where the chunks' linears hand in their products; `after_backward`, if there is one, is called after each
+    is where the chunks' layers hand in gradients; `after_backward`, if there is one, is called after each
     backward pass.
     """
 
@@ -52,8 +53,10 @@ class Executor(Generic[M]):
         self._sends = defaultdict(deque)
         trains = any(action.kind == "B" for action in actions)
         has_w = {(stage, m) for kind, stage, m in actions if kind == "W"}
+        last = {(kind, stage): m for kind, stage, m in actions}
         for action in actions:
             kind, stage, m = action
+            self.wgrads.is_last = last[kind, stage] == m
             if kind == "F":
                 out = self._forward(action, chunks[stage], microbatches[m], trains=trains)
                 self._read_by[Action("F", stage + 1, m)] = out
@@ -72,6 +75,7 @@ class Executor(Generic[M]):
                 link = self._link_of(action)
                 reader = Action("F" if kind == "RF" else "B", stage, m)
                 self._read_by[reader] = link.receive(self._new_buffer(), source=1 - link.index)
+        self.wgrads.is_last = False
         for sends in self._sends.values():
             self._finish(sends, keep=0)
         unread = [self._taken(reader) for reader in list(self._read_by)]
@@ -88,7 +92,7 @@ class Executor(Generic[M]):
         return out.detach()
 
     def _backward(self, action: Action, *, puts_off: bool) -> Tensor | None:
-        """Add the gradients of all weights, or put their products off; return that of what the stage received."""
+        """Add the gradients of all weights, or put them off; return that of what the stage received."""
         gradient, place = self._taken(action), (action.stage, action.microbatch)
         received, out = self._live.pop(place)
         if puts_off:

@@ -118,7 +118,8 @@ def activation_bytes(config: Config, pp: int) -> int:
     A layer keeps 4 tensors as wide as the residual stream (of this rank's tokens, if they are cut), queries, keys,
     values and their result, and what the MLP's nonlinearity reads, which SwiGLU makes twice as wide. The last stage
     also keeps the logits, or at most train.max_logits_gib of them and the gradient of their input. From B to W the
-    nonlinearity's result is kept too, and of inputs and gradients of cut linears all tokens.
+    nonlinearity's result is kept too, and of inputs and gradients of cut linears all tokens; besides the
+    gradients of this rank's tokens for biases that are added after a sum, and for the embedding.
     """
     model, parallel, train = config.model, config.parallel, config.train
     dtype, layout = DTYPES[train.precision], layout_of(config)
@@ -128,12 +129,14 @@ def activation_bytes(config: Config, pp: int) -> int:
     within = (2 * q_size + 2 * kv_size + inside) // parallel.tp
     layer = hidden if train.recompute == "full" else 4 * hidden + within
     layer_until_w = 4 * model.hidden_size + within + model.ffn_hidden_size // parallel.tp
+    layer_until_w += 2 * hidden * (model.bias and cuts_tokens(config))
     ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
     num_layers = max(len(ranges[stage]) for stage in rank_stages(layout, pp))
     row = rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, parallel.virtual_stages, pp)
     num_tokens = train.micro_batch_size * longest_row(config)
     num_bytes = num_tokens * dtype.itemsize  # of one number a token of a micro-batch
     kept = num_layers * num_bytes * peak_live(row, layer, layer_until_w)
+    kept += hidden * num_bytes * (pp == 0 and any(action.kind == "W" for action in row))
     if pp == parallel.pp - 1:
         in_flight = peak_live([action for action in row if action.stage == layout.num_stages - 1])
         logits, most = model.vocab_size // parallel.tp * num_bytes, train.max_logits_gib * 2**30

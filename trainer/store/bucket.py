@@ -1,8 +1,7 @@
 """Bucket: one flat buffer of parameters with their gradients, and the optimizer state that this rank keeps of it.
 
-Its gradients are summed over the holders once the last one of a step is in, beside the rest of the backward. Which is
-the last follows from the model alone: each layer that uses a weight contributes once a micro-batch. Its parameters are
-gathered beside what follows; whoever reads them waits for them first.
+Its gradients are summed over the holders once the units that use it have ended their last pass of a step, beside the
+rest of the backward. Its parameters are gathered beside what follows; a unit waits for them before it reads them.
 """
 
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.linear.weight import Access, Weight
 from trainer.mesh.group import Group, Work
 from trainer.ops import split
 from trainer.ops.dtypes import wide_dtype
@@ -24,6 +24,8 @@ class Bucket:
     what this rank updates, the states in the dtype `moments`, the others in the wide one: the owned interval if
     `sharded`, else all of it. If the parameters have the wide dtype themselves, `master` is a view of them. Without an
     optimizer there are no gradients, no copies, and states without elements.
+
+    `weights` are its handles, `users` the names of the units that use them: what they may do is in `access`.
 
     With `splits_master` only the `low` bits of masters are kept beside the parameters. Then `master` is memory of the
     gradients, which are not in use between two steps: `join_masters` puts the masters there.
@@ -59,7 +61,8 @@ class Bucket:
         self.optimizer = OPTIMIZERS[plan.optimizer]
         like = self.master if with_optimizer else self.master[:0]
         self.states = {name: torch.zeros_like(like, dtype=moments) for name in self.optimizer.states}
-        self._num_contributions = self._last_contribution = 0
+        self.weights, self.users, self._ended = list[Weight](), set[str](), set[str]()
+        self.access = Access(reads=False, adds=False)
         self._reducing: Work | None = None
         self._gathering: Work | None = None
         self._is_written: torch.cuda.Event | None = None
@@ -72,15 +75,26 @@ class Bucket:
         kept = () if self.master.dtype == self.parameters.dtype else (self.master if self.low is None else self.low,)
         return sum(state.numel() * state.itemsize for state in (*self.states.values(), *kept))
 
-    def begin_step(self, last_contribution: int) -> None:
-        """Begin to count a step's contributions to the gradients, up to the last; of 0 none is the last."""
-        self._num_contributions, self._last_contribution = 0, last_contribution
+    def begin_step(self) -> None:
+        """Let the first contribution to each gradient overwrite what is there."""
+        self._ended.clear()
+        for weight in self.weights:
+            weight.begin_step()
 
-    def count_contribution(self) -> bool:
-        """Count one, and return whether it is the last of the step."""
-        assert self._reducing is None, "a gradient came after the sum over ranks had begun"
-        self._num_contributions += 1
-        return self._num_contributions == self._last_contribution
+    def begin_adding(self, user: str) -> None:
+        """Let a unit add to the gradients."""
+        assert user not in self._ended, f"a pass of {user} began after its last one had ended"
+        self.access.adds = True
+
+    def end(self, user: str) -> bool:
+        """Note that a unit has ended its last pass of a step; return whether all have, so that the gradients are in."""
+        self._ended.add(user)
+        return not self.late
+
+    @property
+    def late(self) -> set[str]:
+        """Return the units whose last pass of the step has not ended."""
+        return self.users - self._ended
 
     @property
     def is_reducing(self) -> bool:
@@ -89,6 +103,8 @@ class Bucket:
 
     def start_reduce(self, dtype: torch.dtype) -> None:
         """Begin to sum the gradients over the holders; where `dtype` is not theirs they are rounded to it to travel."""
+        for weight in self.weights:
+            weight.finish_step()
         if dtype != self.gradients.dtype and self.group.size > 1:
             self._reducing = self.group.start_exchange(self.gradients.to(dtype))
         elif self.sharded:
@@ -99,9 +115,6 @@ class Bucket:
     def finish_reduce(self) -> None:
         """Wait for the sum; at least the part that this rank updates is valid afterwards."""
         assert self._reducing is not None, "start_reduce comes first"
-        assert self._num_contributions == self._last_contribution, (
-            f"{self._num_contributions} gradients came, {self._last_contribution} were expected"
-        )
         found = self._reducing.wait()
         if found.dtype != self.gradients.dtype:  # what each rank has for this one, to be added in the wide dtype
             owned = self.gradients[slice(*self.owned)]

@@ -1,8 +1,9 @@
 """ParameterStore: this rank's parameters, their gradients and their optimizer state.
 
-Layers ask it for weights, and hand their gradients to them. After the last backward of a step the gradients are summed
-into their owners, the owners update, and all holders take the result. The ranks that hold a parameter own equal parts
-of it, so the squared norm of the gradients is a plain sum over owned elements, and so are the pieces of a checkpoint.
+Units of the model ask it for weights, and hand their gradients to them. After a unit's last pass of a step these are
+summed into their owners, the owners update, and all holders take the result. The ranks that hold a parameter own equal
+parts of it, so the squared norm of the gradients is a plain sum over owned elements, and so are the pieces of a
+checkpoint.
 """
 
 import math
@@ -23,6 +24,7 @@ from trainer.store.initial import initial_values
 from trainer.store.optimizers import Updates
 from trainer.store.parameter import Parameter
 from trainer.store.plan import Run, plan_buckets
+from trainer.store.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,11 @@ class ParameterStore:
                    splits_master=options.splits_master)
             for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
         ]  # fmt: skip
-        self.wgrads, self._weights = Wgrads(), dict[str, Weight]()
-        self._weights_of: list[list[Weight]] = []  # by bucket
+        self.wgrads, self._found = Wgrads(), dict[str, tuple[Weight, Bucket]]()
         for bucket in self.buckets:
-            handles = [self._handle(bucket, *run) for run in zip(bucket.plan.runs, bucket.plan.offsets, strict=True)]
-            self._weights_of.append(handles)
-            self._weights |= {run.names[0]: each for run, each in zip(bucket.plan.runs, handles, strict=True)}
+            for run, offset in zip(bucket.plan.runs, bucket.plan.offsets, strict=True):
+                bucket.weights.append(self._handle(bucket, run, offset))
+                self._found[run.names[0]] = bucket.weights[-1], bucket
         # views that never change, made once
         self._owned = self._intervals(self.buckets, of_owned=True)
         parts = [[bucket] for bucket in self.buckets] if options.overlaps_gather else [self.buckets]
@@ -87,42 +88,24 @@ class ParameterStore:
         gradient = bucket.gradients[part].view(run.shape) if self.options.with_optimizer else None
         name, values = " + ".join(run.names), bucket.parameters[part].view(run.shape)
         contributes = first.contributes_on(self.mesh.layout, self.mesh.coords)
-        number = len(self._weights_of)
         return Weight(
-            name, values, gradient, contributes=contributes, wgrads=self.wgrads, before_use=bucket.arrive,
-            after_gradient=lambda: self._count_contribution(number),
+            name, values, gradient, contributes=contributes, wgrads=self.wgrads, access=bucket.access
         )  # fmt: skip
 
-    def _count_contribution(self, number: int) -> None:
-        """Note a gradient of a bucket; begin its sum if it was the last one and all holders are at the same passes.
+    def unit(self, name: str) -> Unit:
+        """Return a unit of the model, which asks for its weights; no two have one name."""
+        return Unit(name, self._found.get, self.wgrads, self._end)
 
-        Holders on two stages are not: on a GPU the kernel of the one that is first would wait for the other, which
-        waits for what the first has yet to send, and nothing that waits for all kernels could go on.
+    def _end(self, unit: Unit) -> None:
+        """Note the end of a unit's last pass; begin the sums of those of its buckets whose gradients are all in.
+
+        Another unit may use the same tied matrix. Holders on two stages are not at the same passes: on a GPU the kernel
+        of the one that is first would wait for the other, which waits for what the first has yet to send, and nothing
+        that waits for all kernels could go on.
         """
-        bucket = self.buckets[number]
-        is_on_one_stage = Axis.ENDS not in bucket.group.axes
-        if bucket.count_contribution() and self.options.overlaps_reduce and is_on_one_stage:
-            self._start_reduce(number)
-
-    def _start_reduce(self, number: int) -> None:
-        """Begin to sum the gradients of a bucket, all of which are in."""
-        for weight in self._weights_of[number]:
-            weight.finish_step()
-        self.buckets[number].start_reduce(self.options.summed)
-
-    def weight(self, *names: str) -> Weight:
-        """Return the handle of a parameter, or of several that were planned as one run, to one more layer that uses it.
-
-        That layer contributes to the gradient once a micro-batch.
-        """
-        weight = self._weights[names[0]]
-        assert weight.name == " + ".join(names), f"{names} are not one run: {weight.name}"
-        weight.num_users += 1
-        return weight
-
-    def weight_if_any(self, *names: str) -> Weight | None:
-        """Return the same, or None if the model has no such parameter."""
-        return self.weight(*names) if names[0] in self._weights else None
+        for bucket in unit.buckets:
+            if bucket.end(unit.name) and self.options.overlaps_reduce and Axis.ENDS not in bucket.group.axes:
+                bucket.start_reduce(self.options.summed)
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter of this rank and its live values in the compute dtype."""
@@ -138,15 +121,10 @@ class ParameterStore:
 
     # --- steps
 
-    def begin_step(self, num_microbatches: int) -> None:
-        """Let the first contribution to each gradient overwrite what is there; 0 is a step whose sums never begin.
-
-        For example a bucket of 9 weights with a user each has 36 contributions in a step of 4 micro-batches.
-        """
-        for bucket, weights in zip(self.buckets, self._weights_of, strict=True):
-            bucket.begin_step(num_microbatches * sum(weight.num_users for weight in weights))
-        for weight in self._weights.values():
-            weight.begin_step()
+    def begin_step(self) -> None:
+        """Let the first contribution to each gradient overwrite what is there."""
+        for bucket in self.buckets:
+            bucket.begin_step()
 
     def finish_reduce(self) -> Tensor:
         """Sum the gradients into their owners; return the squared norm of what this rank owns of each parameter.
@@ -154,9 +132,11 @@ class ParameterStore:
         The result has one float64 number for each row of the table, in its order: sums over ranks and rows have the
         same order under every pipeline layout.
         """
-        for number, bucket in enumerate(self.buckets):
+        late = sorted(set[str]().union(*(bucket.late for bucket in self.buckets)))
+        assert not late, f"the last pass of {', '.join(late)} has not ended"
+        for bucket in self.buckets:
             if not bucket.is_reducing:
-                self._start_reduce(number)
+                bucket.start_reduce(self.options.summed)
             if not self.options.overlaps_reduce:
                 bucket.finish_reduce()
         for bucket in self.buckets:
@@ -184,7 +164,7 @@ class ParameterStore:
                 intervals.update(optim, lr, step, factor=factor, is_bad=is_bad, form=form)
                 for bucket in buckets:
                     bucket.start_gather()
-        for weight in self._weights.values():
+        for weight, _ in self._found.values():
             weight.updated()
         if not self.options.overlaps_gather:
             self.join()

@@ -31,7 +31,8 @@ def batch(first_position: int = 0, first_sample: int = 4, dropout: DropoutKey | 
 
 def stream_after(layer: Block, x: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
     """Add the branch that a block leaves to be added."""
-    x_TD, branch_TD = layer(x, None, micro_batch)
+    with layer.unit.passing(adds=False):
+        x_TD, branch_TD = layer(x, None, micro_batch)
     return x_TD + branch_TD
 
 

@@ -15,7 +15,7 @@ from tests.trainer.support.weights import CPU, group, handle
 from trainer.linear.linear import linear
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
-from trainer.model.embedding import embed_tokens
+from trainer.model.embedding import anchor, embed_tokens
 from trainer.parallel.cross_entropy import vocab_cross_entropy
 from trainer.parallel.tensor import TensorParallel
 
@@ -47,7 +47,7 @@ def cut(rank: int, cuts_tokens: bool, *, network: Network) -> dict[str, Any]:
     handles = {name: handle(part) for name, part in (parts | {"bias": DOWN_BIAS}).items()}
     table, up, up_bias, down, bias = (weight for weight, _ in handles.values())
     tensor = TensorParallel(tp, cuts_tokens)
-    x = embed_tokens(TOKENS, table, tensor)
+    x = embed_tokens(TOKENS, table, tensor, anchor(CPU))
     assert len(x) == NUM_TOKENS // (TP if cuts_tokens else 1)
     x = x + tensor.row_linear(torch.tanh(tensor.column_linear(x, [(up, up_bias)])), down, bias)
     logits = linear(tensor.enter(x), table)

@@ -78,9 +78,9 @@ def out_of_turn(patch: pytest.MonkeyPatch) -> None:
 
 def merged(patch: pytest.MonkeyPatch) -> None:
     """Products of two micro-batches are summed before they are added."""
-    real, waiting = Weight.add_product, dict[str, Any]()
+    real, waiting = Weight.add_gradient, dict[str, Any]()
 
-    def add_product(weight: Weight, compute: Any) -> None:
+    def add_gradient(weight: Weight, compute: Any) -> None:
         if weight.name not in waiting:
             waiting[weight.name] = compute
             return
@@ -93,9 +93,8 @@ def merged(patch: pytest.MonkeyPatch) -> None:
             add_or_write(total)(out, first)
 
         real(weight, both)
-        real(weight, lambda out, first: None)  # as many contributions as before
 
-    patch.setattr(Weight, "add_product", add_product)
+    patch.setattr(Weight, "add_gradient", add_gradient)
 
 
 @pytest.mark.parametrize("plant", [out_of_turn, merged])

@@ -31,6 +31,8 @@ def summed(rank: int, config: Config, *, network: Network | None = None) -> list
     engine, found = make_engine(rank, config, network=network), []
     for bucket in engine.store.buckets:
         group = bucket.group
+        for weight in bucket.weights:
+            weight._is_first = False  # what was added is in the buffer
         bucket.gradients.copy_(gradients(rank, len(bucket.gradients)))
         bucket.start_reduce(torch.bfloat16)
         bucket.finish_reduce()

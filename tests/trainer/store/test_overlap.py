@@ -15,8 +15,11 @@ from tests.trainer.support.threads import run_threads
 from tests.trainer.support.training import call, write_config, write_stores
 from tests.trainer.test_equalities import assert_equal
 from trainer.config import Config
+from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
 from trainer.ops.adamw import IntervalTable
+from trainer.store.bucket import Bucket
+from trainer.store.unit import Unit
 
 
 def config(model: str, layout: str, **parallel: Any) -> Config:
@@ -65,46 +68,94 @@ def test_the_sum_over_two_stages_waits_for_the_last_send() -> None:
     assert kinds.index(("reduce_scatter", "cp.dp.ends")) > last_send
 
 
-def losses_of_rows(rank: int, config: Config, lengths: Sequence[int], *, network: Network) -> list[tuple[float, float]]:
-    """Loss and gradient norm of a step for each length of rows."""
+def losses_of_rows(
+    rank: int, config: Config, rows: Sequence[tuple[int, int]], *, network: Network
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of a step for each length of rows and number of micro-batches."""
     engine, found = make_engine(rank, config, network=network), []
-    for step, length in enumerate(lengths):
-        longer = replace(config, train=replace(config.train, seq_length=length))
-        stats = engine.train_step(step, local_batch(longer, step, engine.mesh))
+    for step, (length, num_microbatches) in enumerate(rows):
+        size = num_microbatches * config.train.micro_batch_size * config.parallel.dp
+        other = replace(config, train=replace(config.train, seq_length=length, global_batch_size=size))
+        stats = engine.train_step(step, local_batch(other, step, engine.mesh))
         found.append((stats.loss, stats.grad_norm))
     return found
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"), [("llama", "dp2"), ("gpt2", "dp2"), ("llama", "tp2-dp2"), ("gpt2", "pp2")]
+    ("model", "layout", "schedule"),
+    [
+        ("llama", "dp2", "1f1b"),
+        ("gpt2", "dp2", "1f1b"),
+        ("llama", "tp2-dp2", "1f1b"),
+        ("gpt2", "pp2", "gpipe"),
+        ("gpt2", "dp2-pp2", "zb-h1"),
+    ],
 )
-def test_rows_of_another_length_in_mid_run_change_no_bit(model: str, layout: str) -> None:
-    """With logits made in parts, of which longer rows have more."""
-    made = config(model, layout)
+def test_rows_of_another_length_or_number_in_mid_run_change_no_bit(model: str, layout: str, schedule: str) -> None:
+    """With documents, and logits made in parts, of which longer rows have more, and the shortest none."""
+    made = config(model, layout, schedule=schedule)
     made = replace(made, train=replace(made.train, max_logits_gib=8 * 61 * 8 / 2**30))  # 8 tokens of 61 logits at once
     made = replace(made, model=replace(made.model, num_positions=64 if made.model.position == "learned" else 0))
+    made = replace(made, data=replace(made.data, document_mask=True))
     apart = replace(made, parallel=replace(made.parallel, overlap_grad_reduce=False))
-    lengths = (16, 16, 48, 8, 48)
+    rows = ((16, 3), (16, 3), (48, 1), (8, 5), (48, 3))
 
     found, expected = (
-        run_threads(made_of.parallel.tp * made_of.parallel.pp * made_of.parallel.dp, losses_of_rows, made_of, lengths)
-        for made_of in (made, apart)
+        run_threads(layout_of(made_of).world_size, losses_of_rows, made_of, rows) for made_of in (made, apart)
     )
     assert found == expected
 
 
-def test_a_gradient_that_comes_after_its_sum_began_is_an_error() -> None:
-    made = config("gpt2", "tp1")
-    engine = make_engine(0, made)
-    batch = local_batch(made, 0, engine.mesh)
+def begins_of_the_first_step(rank: int, config: Config, *, network: Network) -> list[str]:
+    """The ends of passes and, with their units, the begins of sums, in their order."""
+    engine, found = make_engine(rank, config, network=network), []
+    with pytest.MonkeyPatch.context() as patch:
+        real_end, real_reduce = Unit.end_adding, Bucket.start_reduce
+
+        def end(unit: Unit) -> None:
+            if unit._wgrads is engine.store.wgrads:
+                found.append(f"end {unit.name}")
+            real_end(unit)
+
+        def reduce(bucket: Bucket, dtype: torch.dtype) -> None:
+            if bucket in engine.store.buckets:
+                found.append(f"sum {' and '.join(sorted(bucket.users))}")
+            real_reduce(bucket, dtype)
+
+        patch.setattr(Unit, "end_adding", end)
+        patch.setattr(Bucket, "start_reduce", reduce)
+        engine.train_step(0, local_batch(config, 0, engine.mesh))
+    return found
+
+
+def test_a_sum_begins_where_the_last_pass_of_its_units_ends_in_the_first_step_too() -> None:
+    for found in run_threads(1, begins_of_the_first_step, config("gpt2", "tp1")):
+        first = next(place for place, event in enumerate(found) if event.startswith("sum"))
+        layers = [event for n in (2, 1, 0) for event in (f"end layers.{n}", *[f"sum layers.{n}"] * 2)]
+        assert found[first - 2 :] == ["end head", "end norm", "sum norm", *layers, "end embed", "sum embed and head",
+                                      "sum embed"]  # fmt: skip
+
+
+def test_a_gradient_made_in_the_forward_is_in_at_its_end() -> None:
+    """All forward passes come first here: with them the matrix's sum may begin."""
+    made = config("llama", "pp2", schedule="gpipe")
+    made = replace(made, train=replace(made.train, max_logits_gib=1e-6))
+    found = run_threads(2, begins_of_the_first_step, made)[1]
+    assert found.index("sum head") < found.index("end norm")
+    assert found[: found.index("sum head")] == ["end head"] * made.train.gradient_accumulation_steps
+
+
+def test_a_gradient_that_comes_outside_of_a_pass_is_an_error() -> None:
+    engine = make_engine(0, config("gpt2", "tp1"))
+    batch = local_batch(engine.config, 0, engine.mesh)
     engine.train_step(0, batch)
-    engine.store.begin_step(len(batch.tokens))
-    weight = engine.store.weight("pos.weight")
-    bucket = next(each for each in engine.store.buckets if any("pos.weight" in run.names for run in each.plan.runs))
-    while not bucket.is_reducing:
-        weight.add_gradient(lambda out, first: None)
-    with pytest.raises(AssertionError, match="a gradient came after the sum over ranks had begun"):
-        weight.add_gradient(lambda out, first: None)
+    bucket = next(each for each in engine.store.buckets if each.weights[0].name == "pos.weight")
+    with pytest.raises(AssertionError, match=r"a gradient of pos\.weight came outside of the passes of its unit"):
+        bucket.weights[0].add_gradient(lambda out, first: None)
+    with pytest.raises(AssertionError, match=r"pos\.weight was read outside of the passes of its unit"):
+        bucket.weights[0].values.sum()
+    with pytest.raises(AssertionError, match="a pass of embed began after its last one had ended"):
+        bucket.begin_adding("embed")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

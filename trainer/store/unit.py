@@ -1,0 +1,130 @@
+"""Unit: weights that passes use together, those of a block, of the embedding or of the head, and where passes begin.
+
+Between two units is a border: an empty node of the graph. Its forward is the end of the one's pass and the begin of the
+other's, its backward the same the other way round. All that a unit adds to gradients comes between the two borders, or
+is put off in that order with the borders as marks. So the end of a pass needs no count of what came before it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.linear.weight import Weight
+from trainer.linear.wgrads import Wgrads
+from trainer.store.bucket import Bucket
+
+
+class Unit:
+    """The weights of a unit of a stage; owned by the training thread.
+
+    `find` returns a weight and its bucket, None if the model has it not. `at_end` is called at the end of the step's
+    last pass that adds to gradients.
+    """
+
+    def __init__(
+        self, name: str, find: Callable[[str], tuple[Weight, Bucket] | None], wgrads: Wgrads,
+        at_end: Callable[["Unit"], object],
+    ) -> None:  # fmt: skip
+        self.name, self.buckets = name, list[Bucket]()
+        self._find, self._wgrads, self._at_end = find, wgrads, at_end
+
+    def weight(self, *names: str) -> Weight:
+        """Return the handle of a parameter, or of several that were planned as one run, as one that the unit uses."""
+        weight = self.weight_if_any(*names)
+        assert weight is not None, f"{names[0]} is not on this stage, or not the first of a run"
+        assert weight.name == " + ".join(names), f"{names} are not one run: {weight.name}"
+        return weight
+
+    def weight_if_any(self, *names: str) -> Weight | None:
+        """Return the same, or None if the model has no such parameter."""
+        found = self._find(names[0])
+        if found is None:
+            return None
+        weight, bucket = found
+        if bucket not in self.buckets:
+            self.buckets.append(bucket)
+            bucket.users.add(self.name)
+        return weight
+
+    def use(self) -> None:
+        """Begin a pass that reads the values, once they are up to date."""
+        for bucket in self.buckets:
+            bucket.arrive()
+            bucket.access.reads = True
+
+    def release(self) -> None:
+        """End a pass that reads them."""
+        for bucket in self.buckets:
+            bucket.access.reads = False
+
+    def begin_adding(self) -> None:
+        """Begin a pass that adds to gradients."""
+        for bucket in self.buckets:
+            bucket.begin_adding(self.name)
+
+    def end_adding(self) -> None:
+        """End it: all gradients of the micro-batch are in, and after the last pass those of the step."""
+        for bucket in self.buckets:
+            bucket.access.adds = False
+        if self._wgrads.is_last:
+            self._at_end(self)
+
+    @contextmanager
+    def passing(self, *, adds: bool) -> Iterator[None]:
+        """Enclose a whole pass: the values are read, and gradients added to at once if `adds`."""
+        self.use()
+        if adds:
+            self.begin_adding()
+        yield
+        if adds:
+            self.end_adding()
+        self.release()
+
+    def begin_backward(self) -> None:
+        """Begin the backward pass, whose gradients may be put off."""
+        self.use()
+        self._wgrads.add(self.begin_adding)
+
+    def end_backward(self) -> None:
+        """End it."""
+        self._wgrads.add(self.end_adding)
+        self.release()
+
+
+def border(
+    before: Unit | None, after: Unit | None, x: Tensor, branch: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what goes from one unit to another, unchanged; None is what no unit of this stage makes, or takes."""
+    if torch.is_grad_enabled():
+        return _Border.apply(before, after, x, branch)
+    _forward(before, after)
+    return x, branch
+
+
+def _forward(before: Unit | None, after: Unit | None) -> None:
+    if before is not None:
+        before.release()
+    if after is not None:
+        after.use()
+
+
+class _Border(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, before: Unit | None, after: Unit | None, x: Tensor, branch: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.before, ctx.after = before, after
+        ctx.set_materialize_grads(False)
+        _forward(before, after)
+        return x, branch
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None, dbranch: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.after is not None:
+            ctx.after.end_backward()
+        if ctx.before is not None:
+            ctx.before.begin_backward()
+        return None, None, dx, dbranch
