@@ -1,10 +1,47 @@
-"""Products that are accumulated in the wide dtype, whatever the dtype of their factors."""
+"""The three products of a weight; what is added up is in the wide dtype, whatever the dtype of the factors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # cuBLAS is slow for one product of bf16 into fp32 with more rows of output than this; measured on an H200
 MAX_ROWS = 8192
+
+
+class Matrix(Protocol):
+    """A weight [N, K]: its live values, and where its gradient is added to."""
+
+    @property
+    def values(self) -> Tensor: ...
+    def add_gradient(self, compute: Callable[[Tensor, bool], object]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """The products of one weight W [N, K] for T tokens: another number format is another object of this form."""
+
+    weight: Matrix
+
+    def forward(self, x_TK: Tensor, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Return x W^T + b, [T, N], in `out` if there is one."""
+        values = self.weight.values
+        if out is None:
+            return F.linear(x_TK, values, bias_N)
+        if bias_N is None:
+            return torch.mm(x_TK, values.t(), out=out)
+        return torch.addmm(bias_N, x_TK, values.t(), out=out)
+
+    def dgrad(self, dy_TN: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return dy W, [T, K], in `out` if there is one."""
+        return torch.mm(dy_TN, self.weight.values, out=out)
+
+    def wgrad(self, dy_TN: Tensor, x_TK: Tensor) -> None:
+        """Add dy^T x to the weight's gradient, now or when the schedule makes it."""
+        self.weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
 
 
 def add_product(out_NK: Tensor, dy_TN: Tensor, x_TK: Tensor, *, first: bool) -> None:

@@ -13,10 +13,9 @@ needs no memory beside dx.
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.linear.gemm import add_bias_gradient, add_product
+from trainer.linear.gemm import add_bias_gradient
 from trainer.linear.overlapped import TokenCut
 from trainer.linear.weight import Weight
 
@@ -58,20 +57,17 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.make_x, ctx.epoch = weight, bias, make_x, weight.epoch
         ctx.gather, ctx.scatter = gather, scatter
         x_TK = saved if make_x is None else make_x.forward(saved)
-        values, offsets = weight.values, None if bias is None else bias.values
+        gemm, num_rows, offsets = weight.gemm, weight.shape[0], None if bias is None else bias.values
         if gather is None and scatter is None:
-            return F.linear(x_TK, values, offsets)
+            return gemm.forward(x_TK, offsets)
 
         def multiply(x_TK: Tensor, out_TN: Tensor) -> None:
-            if offsets is None:
-                torch.mm(x_TK, values.t(), out=out_TN)
-            else:
-                torch.addmm(offsets, x_TK, values.t(), out=out_TN)
+            gemm.forward(x_TK, offsets, out=out_TN)
 
         if scatter is not None:
-            return scatter.start_sum(x_TK, len(values), multiply).wait()
+            return scatter.start_sum(x_TK, num_rows, multiply).wait()
         assert gather is not None, "one of the two"
-        out_SN = x_TK.new_empty(gather.group.size * len(x_TK), len(values))
+        out_SN = x_TK.new_empty(gather.group.size * len(x_TK), num_rows)
         gather.multiply_gathered(x_TK, out_SN, multiply)
         return out_SN
 
@@ -81,27 +77,27 @@ class _Linear(torch.autograd.Function):
         (x_TK,) = ctx.saved_tensors
         weight, gather, scatter = ctx.weight, ctx.gather, ctx.scatter
         weight.check(ctx.epoch)
-        values = weight.values
+        gemm, num_columns = weight.gemm, weight.shape[1]
         if gather is not None or scatter is not None:
             dy_TN = dy_TN.contiguous()
 
         def multiply(dy_TN: Tensor, out_TK: Tensor) -> None:
-            torch.mm(dy_TN, values, out=out_TK)
+            gemm.dgrad(dy_TN, out=out_TK)
 
         if gather is not None:
             gathering = gather.group.start_gather(x_TK)  # beside the product for dx
-            sums = gather.start_sum(dy_TN, values.shape[1], multiply)  # and the last sum beside those for the gradients
+            sums = gather.start_sum(dy_TN, num_columns, multiply)  # and the last sum beside those for the gradients
             x_TK = gathering.wait()
         elif scatter is not None:
-            dx = dy_TN.new_empty(scatter.group.size * len(dy_TN), values.shape[1])
+            dx = dy_TN.new_empty(scatter.group.size * len(dy_TN), num_columns)
             dy_TN = scatter.multiply_and_gather(dy_TN, dx, multiply)
         else:
-            dx = dy_TN @ values
+            dx = gemm.dgrad(dy_TN)
         if ctx.make_x is not None:
             (saved,) = ctx.saved_tensors
             dx, x_TK = ctx.make_x.backward(dx, saved.detach())
             torch.autograd.graph.increment_version(saved)  # so that a second backward is refused
-        weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
+        gemm.wgrad(dy_TN, x_TK)
         if ctx.bias is not None:
             ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
         if gather is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trainer.linear.gemm import Gemm
 from trainer.linear.wgrads import Wgrads
 
 
@@ -26,6 +27,7 @@ class Weight:
     `values` is a view of a bucket in the compute dtype. `contributes` is False on a rank whose gradient another rank of
     the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw. `wgrads`
     makes its gradients at once, or puts them off. `access` is that of the unit which has the weight: a pass of it.
+    `gemm` makes its products, if it is a matrix.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Weight:
         self._values, self._gradient, self._contributes = values, gradient, contributes
         self._wgrads, self._access = wgrads or Wgrads(), access or Access()
         self._is_first = True
+        self.gemm = Gemm(self)
 
     @property
     def values(self) -> Tensor:

@@ -5,13 +5,11 @@ the input: the three products of an ordinary linear, and no logits between the t
 al., 2024, arXiv 2410.10989); here the matrix's gradient is summed in the wide dtype.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.linear.gemm import add_product
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Group
 from trainer.ops.cross_entropy import VocabularyPart, row_sums, write_gradient
@@ -55,25 +53,20 @@ def _losses(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the loss of each token and, with weights, the gradient of x; that of the matrix is handed over."""
     dx_TD = None if weights_T is None else torch.empty_like(x_TD)
-    values, num_tokens = matrix.values, len(x_TD)
-    logits_TV = x_TD.new_empty(min(tokens_at_once, num_tokens), len(values))
+    gemm, num_tokens = matrix.gemm, len(x_TD)
+    logits_TV = x_TD.new_empty(min(tokens_at_once, num_tokens), matrix.shape[0])
     loss_T = x_TD.new_empty(num_tokens, dtype=wide_dtype(x_TD.dtype))
     for start in range(0, num_tokens, tokens_at_once):
         some = slice(start, start + tokens_at_once)
         x, labels = x_TD[some], labels_T[some]
-        logits = torch.mm(x, values.t(), out=logits_TV[: len(x)])
+        logits = gemm.forward(x, out=logits_TV[: len(x)])
         sums = joint(row_sums(logits, labels, part), group)
         loss_T[some] = losses(sums, z_loss)
         if dx_TD is not None and weights_T is not None:
             write_gradient(logits, labels, part, factors(sums, weights_T[some], z_loss))
-            matrix.add_gradient(_product(logits, x))
-            torch.mm(logits, values, out=dx_TD[some])
+            gemm.wgrad(logits, x)
+            gemm.dgrad(logits, out=dx_TD[some])
     return loss_T, dx_TD
-
-
-def _product(dy_TV: Tensor, x_TD: Tensor) -> Callable[[Tensor, bool], None]:
-    """Return a contribution to the matrix's gradient."""
-    return lambda out_VD, first: add_product(out_VD, dy_TV, x_TD, first=first)
 
 
 def tokens_at_once(num_tokens: int, token_bytes: int, max_bytes: float) -> int:
