@@ -216,10 +216,10 @@ def test_the_order_of_megatron_over_a_url_trains_as_from_a_folder(
         "megatron", "--train.eval-interval", 2, "--train-steps", 2, "--train.global-batch-size", 4,
     )  # fmt: skip
     far = ("--data.stores", f"file://{folder}/train", "--data.cache", folder / "cache")
-    assert call("train", config(folder), *order, "--save", folder / "near") == 0
-    assert call("train", config(folder), *order, *far, "--save", folder / "run") == 0
+    assert call("train", config(folder), *order, "--metrics", folder / "near.jsonl") == 0
+    assert call("train", config(folder), *order, *far, "--metrics", folder / "far.jsonl") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert f"the places of all 300 documents of file://{folder}/train, for the order of Megatron: 3,600 bytes" in said
     assert [batch.tokens.tolist() for batch in batches[:2]] == [batch.tokens.tolist() for batch in batches[2:]]
-    assert len(curve(folder / "run" / "metrics.jsonl")) == 2
-    assert curve(folder / "run" / "metrics.jsonl") == curve(folder / "near" / "metrics.jsonl")
+    assert len(curve(folder / "far.jsonl")) == 2
+    assert curve(folder / "far.jsonl") == curve(folder / "near.jsonl")
