@@ -81,7 +81,8 @@ class Engine:
         """Start the step that follows `step` steps; on a GPU it is only enqueued, and the host waits for nothing.
 
         `before_update` is called once all gradients are there, or will be, and before any of the state changes. A step
-        whose loss or gradient norm is not finite changes nothing, nor does any after it: reading it raises.
+        whose loss or gradient norm is not finite changes nothing, nor does any after it: reading it raises. A void step
+        changes nothing either: AdamW counts updates, not steps, and the learning rate goes on by steps.
         """
         mesh, optim = self.mesh, self.config.optim
         mesh.clock.take()
@@ -101,8 +102,9 @@ class Engine:
         before_update()
         lr = learning_rate(optim, step)
         form = self.choices.forms.adamw
-        self.store.update(optim, lr, step, factor=factor, is_bad=self.verdict.is_bad, form=form)
-        return PendingStats(self.verdict.numbers, lr, mesh.clock.take())
+        updates, late = step - self.verdict.known_voids, self.verdict.late_voids()
+        self.store.update(optim, lr, updates, factor=factor, is_bad=self.verdict.is_void, late=late, form=form)
+        return PendingStats(self.verdict.numbers, lr, mesh.clock.take(), self.verdict.noting())
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch) -> tuple[float, float]:

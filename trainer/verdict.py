@@ -1,17 +1,28 @@
 """The verdict on a step, reached on the device: does it count, and by what are its gradients scaled.
 
 The host reads it when it wants to, a step later for example; until then the device goes on. A step whose loss or
-gradient norm is not finite changes no state, nor does any step after it.
+gradient norm is not finite is bad: it changes no state, nor does any step after it. One that something else makes void
+changes none either, and the run goes on: with the next batch, or with the same once more.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from threefold.errors import UserError
 from trainer.mesh.clock import Moment
+
+
+class Outcome(IntEnum):
+    """What becomes of a step: of those above COUNTS nothing of the state changes."""
+
+    COUNTS = 0
+    SKIPPED = 1  # void: the run goes on with the next batch, at the next step
+    REPEATED = 2  # void, and so is each after it until `Verdict.repeat`: the host takes the same batch once more
+    BAD = 3  # ends the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +40,69 @@ class StepStats:
     comm_tp_s: float  # those along tp among them
     comm_dp_s: float  # those along dp among them
     bubble_s: float  # waits for pipeline neighbours
+    outcome: Outcome = Outcome.COUNTS
+    voids: int = 0  # steps until then that the run went on after
 
 
 class PendingStats:
     """The statistics of a step that the device may not have done yet."""
 
-    def __init__(self, numbers: Tensor, lr: float, waits: Callable[[], dict[str, float]]) -> None:
-        """Begin to copy the numbers of a Verdict; `waits` returns the waits of the step once it is done."""
+    def __init__(
+        self,
+        numbers: Tensor,
+        lr: float,
+        waits: Callable[[], dict[str, float]],
+        note: Callable[[int], None] = lambda voids: None,
+    ) -> None:
+        """Begin to copy the numbers of a Verdict.
+
+        `waits` returns the waits of the step once it is done; `note` takes the voids that are read.
+        """
         self._numbers, self._lr, self._waits = numbers.to("cpu", non_blocking=True), lr, waits
+        self._note = note
         self.ended = Moment(numbers.device)
 
     def read(self) -> StepStats:
-        """Wait for the step; raise UserError if it, or one before it, did not count."""
+        """Wait for the step; raise UserError if it, or one before it, is bad."""
         self.ended.wait()
-        step, loss, norm, num_tokens, is_bad = self._numbers.tolist()
-        if is_bad:
+        step, loss, norm, num_tokens, outcome, voids = self._numbers.tolist()
+        if outcome == Outcome.BAD:
             raise UserError(
                 f"step {int(step)}: the loss is {loss}, the gradient norm {norm}",
                 hint="lower --lr, or train the step in a wider --train.precision",
             )
+        self._note(int(voids))
         waits = self._waits()
         tp_s, dp_s, world_s, bubble_s = (
             waits.get(cause, 0.0) for cause in ("comm_tp", "comm_dp", "comm_world", "bubble")
         )
-        return StepStats(loss, norm, self._lr, int(num_tokens), tp_s + dp_s + world_s, tp_s, dp_s, bubble_s)
+        comm_s, how = tp_s + dp_s + world_s, Outcome(int(outcome))
+        return StepStats(loss, norm, self._lr, int(num_tokens), comm_s, tp_s, dp_s, bubble_s, how, int(voids))
 
 
 class Verdict:
     """Judges steps on a device, the same on all ranks; owned by the training thread.
 
-    `is_bad` is 1.0, and stays so, once a step did not count, else 0.0. `numbers` are [step, loss, gradient norm,
-    tokens, is_bad] of the last step judged, or of the first that did not count.
+    `numbers` are [step, loss, gradient norm, tokens, outcome, voids] of the last step judged; after one that is to be
+    repeated, or is bad, they stay, and no later step counts. `is_void` is 1.0 if that step changes no state. `voids`
+    are the steps that a run went on after: so many fewer updates than steps are made, which AdamW counts.
+
+    `causes` are what makes a step void: each takes loss and norm, and returns 0 or an outcome, as a number on the
+    device that is the same on all ranks. What is void is not bad.
     """
 
     def __init__(self, device: torch.device, clip: float) -> None:
         self._clip = clip
-        self.numbers = torch.zeros(5, dtype=torch.float64, device=device)
-        self.is_bad = torch.zeros((), device=device)
+        self.causes: list[Callable[[Tensor, Tensor], Tensor]] = []
+        self.numbers = torch.zeros(6, dtype=torch.float64, device=device)
+        self.is_void = torch.zeros((), device=device)
+        self.known_voids, self._num_judged, self._num_read = 0, 0, 0
+
+    def begin(self, voids: int) -> None:
+        """Begin after so many void steps, as a restored state has them."""
+        self.numbers = torch.zeros_like(self.numbers)
+        self.numbers[5] = voids
+        self.known_voids, self._num_read = voids, self._num_judged
 
     def judge(self, step: int, loss: Tensor, squares: Tensor, num_tokens: Tensor) -> Tensor:
         """Judge the step of this number; return the factor for its gradients, float64 [].
@@ -73,8 +110,32 @@ class Verdict:
         `squares` are squared norms whose sum is that of all gradients; `clip` bounds its root, 0 bounds nothing.
         """
         norm = squares.sum().sqrt()
-        is_bad = torch.isfinite(loss + norm).logical_not()
-        numbers = torch.stack([torch.full_like(loss, step), loss, norm, num_tokens, is_bad.to(loss.dtype)])
-        self.numbers = torch.where(self.is_bad > 0, self.numbers, numbers)
-        self.is_bad = self.numbers[-1].float()
+        outcome, voids = torch.isfinite(loss + norm).logical_not().to(loss.dtype) * Outcome.BAD, self.numbers[5]
+        for cause in self.causes:
+            found = cause(loss, norm).to(loss.dtype)
+            outcome = torch.where(found > 0, found, outcome)
+        if self.causes:
+            voids = voids + (outcome == Outcome.SKIPPED)
+        numbers = torch.stack([torch.full_like(loss, step), loss, norm, num_tokens, outcome, voids])
+        self.numbers = torch.where(self.numbers[4] >= Outcome.REPEATED, self.numbers, numbers)
+        self.is_void = (self.numbers[4] > 0).float()
+        self._num_judged += 1
         return self._clip / norm.clamp(min=self._clip) if self._clip else torch.ones_like(norm)
+
+    def repeat(self) -> None:
+        """Let steps count again after one that is to be repeated; those that were started after it did not count."""
+        self.begin(self.known_voids)
+
+    def late_voids(self) -> tuple[Tensor, int] | None:
+        """Return how many voids the device has that the host has not read, and their most; None if there are none."""
+        most = self._num_judged - 1 - self._num_read if self.causes else 0
+        return (self.numbers[5] - self.known_voids, most) if most else None
+
+    def noting(self) -> Callable[[int], None]:
+        """Return what takes the voids that were read of the step judged last."""
+        number = self._num_judged
+
+        def note(voids: int) -> None:
+            self.known_voids, self._num_read = voids, number
+
+        return note

@@ -130,7 +130,7 @@ def test_a_number_that_a_step_reads_is_seen(device: str) -> None:
         pytest.raises((AssertionError, RuntimeError), match=r"makes the host wait|synchronizing"),
         no_host_waits(device),
     ):
-        engine.start_step(1, batch, before_update=lambda: float(engine.verdict.is_bad))
+        engine.start_step(1, batch, before_update=lambda: float(engine.verdict.is_void))
 
 
 class Late(torch.autograd.Function):

@@ -1,16 +1,20 @@
 """The verdict on a step: how gradients are scaled, and that nothing changes from the first bad step on."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
+from tests.support.checks import Different, require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from threefold.errors import UserError
+from trainer.config import Config
+from trainer.engine import Engine
 from trainer.store.store import ParameterStore
-from trainer.verdict import PendingStats, Verdict
+from trainer.verdict import Outcome, PendingStats, Verdict
 
 CPU = torch.device("cpu")
 
@@ -30,7 +34,7 @@ def test_gradients_are_scaled_to_the_clip(clip: float, factor: float) -> None:
     verdict = Verdict(CPU, clip)
     assert verdict.judge(1, f64(3.0)[0], f64(9.0, 0.0, 16.0), f64(12)[0]) == factor
     assert read(verdict) == (3.0, 5.0, 12)
-    assert verdict.is_bad == 0
+    assert verdict.is_void == 0
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
@@ -40,7 +44,7 @@ def test_the_first_bad_step_is_named_for_ever(loss: float, square: float, clip: 
     verdict.judge(6, f64(1.0)[0], f64(1.0), f64(3)[0])
     for number, values in enumerate([(loss, square), (1.0, 1.0), (float("nan"), 1.0)], 7):
         verdict.judge(number, f64(values[0])[0], f64(values[1]), f64(3)[0])
-        assert verdict.is_bad == 1
+        assert verdict.is_void == 1
         with pytest.raises(UserError, match=f"step 7: the loss is {loss}, the gradient norm {square}"):
             read(verdict)
 
@@ -62,3 +66,124 @@ def test_after_a_bad_step_no_state_changes(precision: str) -> None:
 
 def states(store: ParameterStore) -> list[Tensor]:
     return [state for bucket in store.buckets for state in (bucket.parameters, bucket.master, *bucket.states.values())]
+
+
+class Causes:
+    """Makes the steps of some numbers void, each once."""
+
+    def __init__(self, outcome: Outcome, *numbers: int) -> None:
+        self.outcome, self.numbers, self.judged = outcome, set(numbers), 0
+
+    def __call__(self, loss: Tensor, norm: Tensor) -> Tensor:
+        self.judged += 1
+        return torch.full_like(loss, self.outcome if self.judged in self.numbers else 0)
+
+
+def flat_config(precision: str, form: str) -> Config:
+    config = small(config_for("llama", ParallelLayout(), precision=precision))
+    return replace(
+        config, optim=replace(config.optim, schedule="constant"), ops=replace(config.ops, adamw=form),
+        model=replace(config.model, dropout=0.0),
+    )  # fmt: skip
+
+
+def trained(config: Config, batches: list[int], causes: Causes | None, *, is_late: bool) -> Engine:
+    """An engine after steps of these batches, each read at once, or when the next one is started."""
+    engine = make_engine(0, config)
+    if causes is not None:
+        engine.verdict.causes.append(causes)
+    pending: list[PendingStats] = []
+    for step, number in enumerate(batches):
+        pending.append(engine.start_step(step, local_batch(config, number, engine.mesh)))
+        if len(pending) > is_late:
+            pending.pop(0).read()
+    return engine
+
+
+def require_same(engine: Engine, expected: Engine) -> None:
+    for now, then in zip(states(engine.store), states(expected.store), strict=True):
+        require_equal(torch.equal(now, then), "state")
+
+
+def void_in_the_middle(precision: str = "fp64", form: str = "csrc", *, is_late: bool = False) -> Engine:
+    """Compare a run with two void steps with one that never had their batches."""
+    config = flat_config(precision, form)
+    engine = trained(config, [0, 5, 1, 6, 2, 3], Causes(Outcome.SKIPPED, 2, 4), is_late=is_late)
+    require_same(engine, trained(config, [0, 1, 2, 3], None, is_late=False))
+    return engine
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("precision", "form"), [("fp64", "csrc"), ("bf16", "csrc"), ("fp32", "torch")])
+def test_a_void_step_changes_nothing_and_is_no_update(precision: str, form: str, *, is_late: bool) -> None:
+    engine = void_in_the_middle(precision, form, is_late=is_late)
+    assert engine.verdict.numbers[5] == 2
+
+
+def test_what_is_read_of_a_void_step_is_its_own() -> None:
+    config = flat_config("fp64", "csrc")
+    engine = make_engine(0, config)
+    engine.verdict.causes.append(Causes(Outcome.SKIPPED, 2))
+    found = [engine.train_step(step, local_batch(config, step, engine.mesh)) for step in range(3)]
+    assert [(stats.outcome, stats.voids) for stats in found] == [
+        (Outcome.COUNTS, 0), (Outcome.SKIPPED, 1), (Outcome.COUNTS, 1)
+    ]  # fmt: skip
+    assert all(stats.loss > 0 and stats.grad_norm > 0 for stats in found)
+
+
+def test_a_void_step_with_a_loss_that_is_not_finite_is_not_bad() -> None:
+    verdict = Verdict(CPU, 1.0)
+    verdict.causes.append(lambda loss, norm: torch.isfinite(norm).logical_not() * Outcome.SKIPPED)
+    verdict.judge(1, f64(float("nan"))[0], f64(float("inf")), f64(3)[0])
+    assert (PendingStats(verdict.numbers, 0.5, dict).read().outcome, float(verdict.is_void)) == (Outcome.SKIPPED, 1.0)
+    verdict.judge(2, f64(1.0)[0], f64(1.0), f64(3)[0])
+    assert (PendingStats(verdict.numbers, 0.5, dict).read().voids, float(verdict.is_void)) == (1, 0.0)
+
+
+def test_nothing_counts_until_a_step_is_repeated() -> None:
+    config = flat_config("fp64", "csrc")
+    engine = make_engine(0, config)
+    engine.verdict.causes.append(Causes(Outcome.REPEATED, 2))
+    batches = [local_batch(config, number, engine.mesh) for number in range(4)]
+    engine.train_step(0, batches[0])
+    pending = [engine.start_step(step, batches[step]) for step in (1, 2)]
+    assert [stats.read().outcome for stats in pending] == [Outcome.REPEATED] * 2
+    engine.verdict.repeat()
+    for step in (1, 2, 3):
+        assert engine.train_step(step, batches[step]).outcome is Outcome.COUNTS
+    require_same(engine, trained(config, [0, 1, 2, 3], None, is_late=False))
+
+
+def counted(patch: pytest.MonkeyPatch) -> None:
+    real = Verdict.noting
+    patch.setattr(Verdict, "noting", lambda self: (real(self), lambda voids: None)[1])
+    patch.setattr(Verdict, "late_voids", lambda self: None)
+
+
+def changed_state(patch: pytest.MonkeyPatch) -> None:
+    real = Verdict.judge
+
+    def judge(self: Verdict, *arguments: Any) -> Tensor:
+        factor = real(self, *arguments)
+        self.is_void = torch.zeros_like(self.is_void)
+        return factor
+
+    patch.setattr(Verdict, "judge", judge)
+
+
+def read_too_late(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Verdict, "late_voids", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "is_late"),
+    [
+        ("a void step counted", counted, False),
+        ("a void step changed the state", changed_state, False),
+        ("a void step that is not read yet counted", read_too_late, True),
+    ],
+)
+def test_void_steps_fail_if(name: str, plant: Any, *, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Different):
+        void_in_the_middle(is_late=is_late)

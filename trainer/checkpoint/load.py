@@ -57,6 +57,8 @@ def restore_step(engine: Engine, run: Run | HfFolder, step: int, exchange: Excha
         tensors = expected_tensors(engine, root, with_moments=is_whole)
         if is_whole:
             restore_from(reader, pieces, tensors=tensors)
+            updates = root.metadata.get("updates")  # older steps have as many as steps
+            engine.verdict.begin(root.step - updates if isinstance(updates, int) else 0)
         else:
             tensors = [dataclasses.replace(info, dtype=stored_dtype(root, info)) for info in tensors]
             stored = in_dtypes(pieces, tensors)

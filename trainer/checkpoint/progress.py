@@ -31,7 +31,7 @@ class Progress:
     """How far a run is after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start).
 
     `validation` is the last one since the save before, so that a step is judged by a loss of its own. `stream` is
-    the stream's record, as JSON: the cursor has its digest.
+    the stream's record, as JSON: the cursor has its digest. `voids` are the steps that changed no parameter.
     """
 
     step: int = 0
@@ -39,6 +39,7 @@ class Progress:
     cursor: Mapping[str, Any] | None = None
     validation: Validation | None = None
     stream: Mapping[str, Any] | None = None
+    voids: int = 0
 
     def metadata(self, config: Config, loss: float, device: torch.device, ops: Mapping[str, str]) -> dict[str, Any]:
         """Return what a checkpoint's root records beside the tensors; `ops` are the forms of ops in use."""
@@ -48,6 +49,7 @@ class Progress:
             "cursor_digest": hashlib.sha256(json.dumps(self.cursor, sort_keys=True).encode()).hexdigest()[:16],
             **({"stream": self.stream} if self.stream else {}),
             "tokens": self.tokens,
+            "updates": self.step - self.voids,
             "seq_length": self._longest_row(config),
             "loss": loss,
             **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),

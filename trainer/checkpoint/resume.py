@@ -194,7 +194,8 @@ def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resu
         if metadata.get("val_loss") is not None:
             validation = Validation(int(metadata["val_step"]), float(metadata["val_loss"]))
         cursor, stream = dict(metadata["cursor"]), metadata.get("stream")
-        progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream)
+        voids = root.step - int(metadata.get("updates", root.step))
+        progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream, voids)
         ops = {str(op): str(name) for op, name in metadata.get("ops", {}).items()}
         return Resumed(progress, config, float(metadata["loss"]), url, is_own, ops=ops)
     except (AttributeError, KeyError, TypeError, ValueError):

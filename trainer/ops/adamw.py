@@ -144,7 +144,7 @@ def _torch_adamw(
     for decay, lists in _by_decay(intervals, optim):
         steps = list(torch.full((len(lists[0]),), float(step), device=factor.device))
         masters, gradients, *moments = lists
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        torch._foreach_mul_(gradients, torch.where(is_bad > 0, 1.0, factor).to(gradients[0].dtype))
         update: Any = torch_adamw.adamw
         update(
             masters, gradients, *moments, [], steps, fused=True, found_inf=is_bad.float(), amsgrad=False,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from trainer.config import OptimConfig
@@ -61,11 +62,23 @@ class Updates:
             found[row.optimizer, row.rate, row.decay or 1.0].append(part)
         self._tables = [(*kind, OPTIMIZERS[kind[0]].parts(some)) for kind, some in found.items()]
 
-    def update(self, optim: OptimConfig, lr: float, step: int, **decisions: Any) -> None:
-        """Make the step after `step` steps in place, of each part with the factors of its row."""
+    def update(
+        self, optim: OptimConfig, lr: float, updates: int, *, is_bad: Tensor, late: tuple[Tensor, int] | None = None,
+        **others: Any,
+    ) -> None:  # fmt: skip
+        """Make one update in place, of each part with the factors of its row, after `updates` less those `late`.
+
+        The host does not know how many are late, only their most: it starts an update for each number that it can be,
+        and the device makes the one that is right. So each number has the bits that it has where nothing is late.
+        """
+        count, most = late or (None, 0)
         for name, rate, decay, table in self._tables:
             factored = replace(optim, weight_decay=optim.weight_decay * decay)
-            OPTIMIZERS[name].update(table, factored, lr * rate, step, **decisions)
+            for number in range(most + 1):
+                left_out = (
+                    is_bad if not most or count is None else is_bad.where(count == number, torch.ones_like(is_bad))
+                )
+                OPTIMIZERS[name].update(table, factored, lr * rate, updates - number, is_bad=left_out, **others)
 
     def write_squared_norms(self, out: Tensor) -> None:
         """Write the squared norm of each part's gradient into its row of `out`, float64; leave the other rows."""

@@ -147,10 +147,12 @@ class ParameterStore:
         return squares
 
     def update(
-        self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor, form: str = "csrc"
-    ) -> None:
-        """Make one step after `step` steps with the gradients scaled by `factor`; none where `is_bad` is 1.
+        self, optim: OptimConfig, lr: float, updates: int, *, factor: Tensor, is_bad: Tensor,
+        late: tuple[Tensor, int] | None = None, form: str = "csrc",
+    ) -> None:  # fmt: skip
+        """Make one more update with the gradients scaled by `factor`; none where `is_bad` is 1.
 
+        There were `updates` before it, less a number on the device that is `late`, with the most that it can be.
         All holders take the result. If that overlaps with what follows, a weight's values wait for it, and whoever
         reads any other state calls `join` first.
         """
@@ -159,9 +161,11 @@ class ParameterStore:
             self._beside.wait_stream(torch.cuda.current_stream(self.mesh.device))
             factor.record_stream(self._beside)
             is_bad.record_stream(self._beside)
+            if late is not None:
+                late[0].record_stream(self._beside)
         with torch.cuda.stream(self._beside):  # of None, it does nothing
             for buckets, intervals in self._updated:
-                intervals.update(optim, lr, step, factor=factor, is_bad=is_bad, form=form)
+                intervals.update(optim, lr, updates, factor=factor, is_bad=is_bad, late=late, form=form)
                 for bucket in buckets:
                     bucket.start_gather()
         for weight, _ in self._found.values():
