@@ -2,7 +2,7 @@
 
 A metrics file holds one line for each step, in order, whatever happened to the run: resuming at step N first takes out
 the lines of later steps (and a line cut short by a kill). Between them are lines with an "event" key: save, copy, eval,
-resume, epoch, seq_length, end.
+void, resume, epoch, seq_length, end.
 """
 
 import json

@@ -3,14 +3,10 @@
 import dataclasses
 import math
 import os
-import resource
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-
-import torch
 
 from datakit import HostBatch
 from threefold.console import log, print_facts
@@ -36,8 +32,9 @@ from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
 from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
+from trainer.run.started import Intake, Started, peak_memory_gib
 from trainer.run.stop import StopRequest, cause_of, exit_code
-from trainer.verdict import PendingStats, StepStats
+from trainer.verdict import Outcome, StepStats
 
 
 def train(config: Config) -> int:
@@ -97,6 +94,7 @@ class Run:
         blend = self._loader.blend
         self._record = blend.record.to_json()
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
+        self._intake = Intake(self._reader, self._loader, self._fault_of)
         self._log = ranks.on_all(self._open_log)
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
@@ -116,7 +114,7 @@ class Run:
         self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
         self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
-        self._started: _Started | None = None
+        self._started: Started | None = None
         self._ended, self._paused_s = Moment(ranks.device), 0.0
 
     @property
@@ -135,36 +133,40 @@ class Run:
 
         On a GPU the line of a step is written while the next one runs, except before what needs its outcome.
         """
-        started_s = time.perf_counter()
         number = self.progress.step + 1
         self.ranks.note(number, "reads its batch")
-        host, batch, fault = self._reader.next_batch(self._fault_of)
-        data_wait_s = time.perf_counter() - started_s
+        taken = self._intake.take()
         self.ranks.note(number, "trains")
         self._first_step.begin()
         with self._good.changing():
-            stats = self.engine.start_step(self.progress.step, batch, before_update=self._good.begin_change)
+            stats = self.engine.start_step(self.progress.step, taken.batch, before_update=self._good.begin_change)
         self._first_step.end()
-        validation = None if self._saver.due_step == self.progress.step else self.progress.validation
+        gone = self.progress
         self.progress = Progress(
-            self.progress.step + 1,
-            self.progress.tokens + self.config.train.global_batch_size * host.shape[-1],
-            self._loader.cursor.to_json(),
-            validation,
+            number,
+            gone.tokens + self.config.train.global_batch_size * taken.length,
+            taken.cursor,
+            None if self._saver.due_step == gone.step else gone.validation,
             self._record,
+            gone.voids,
         )
-        before, self._started = self._started, _Started(self.progress, stats, fault, data_wait_s, host.shape[-1])
+        before, self._started = self._started, Started(gone, self.progress, taken, stats)
         if before is not None:  # whatever that raises, the state is that of the step that is started
             self._report_step(before)
-        self._announce_length(host.shape[-1])
-        if not self._reads_late:
+        if self._started is not None:
+            self._announce_length(taken.length)
+        if not self._reads_late or self._is_complete:
             self._report()
-        self._announce_epochs(host.epochs or self._epochs)
+        if self.progress.step != number:  # a void step is taken once more
+            return
+        self._announce_epochs(taken.epochs or self._epochs)
         is_due = self.config.train.eval_interval and self.progress.step % self.config.train.eval_interval == 0
         evaluates = self._evaluation is not None and (is_due or self._is_complete)
         saves = self._saver.should_save(self.progress.step)
         if evaluates or saves:
             self._report()
+        if self.progress.step != number:
+            return
         if evaluates:  # before the save, which records it
             self.ranks.note(number, "evaluates")
             self._evaluate()
@@ -216,11 +218,16 @@ class Run:
         if started is not None:
             self._report_step(started, is_alone=is_alone)
 
-    def _report_step(self, started: "_Started", *, is_alone: bool = False) -> None:
+    def _report_step(self, started: Started, *, is_alone: bool = False) -> None:
         stats, ranks, train = self._read(started, is_alone=is_alone), self.ranks, self.config.train
+        if stats.outcome is not Outcome.COUNTS:
+            self._log.event("void", started.progress.step, repeats=stats.outcome is Outcome.REPEATED)
+        if stats.outcome is Outcome.REPEATED:
+            self._go_back(started)
+            return
         is_busy = float(self._saver.is_busy)  # before `poll`: of a save that has ended it is known how
         here = [
-            stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s, started.data_wait_s,
+            stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s, started.taken.wait_s,
             self._saver.pop_stall_s(), peak_memory_gib(ranks.device), self._saver.poll(),
             float(self._stop.number), is_busy, float(self._saver.is_time),
         ]  # fmt: skip
@@ -247,11 +254,11 @@ class Run:
                 checkpoint_stall_s=stall_s,
                 memory_gib=memory_gib,
                 **throughput(
-                    num_tokens=train.global_batch_size * started.seq_length,
+                    num_tokens=train.global_batch_size * started.taken.length,
                     num_samples=train.global_batch_size,
                     step_s=step_s,
                     world_size=ranks.world_size,
-                    flops=self._flops[started.seq_length],
+                    flops=self._flops[started.taken.length],
                     peak=self._peak,
                 ),
             )
@@ -260,16 +267,27 @@ class Run:
             self._saver.check(int(failed))
         self._stopped_by = int(stopped_by)
 
-    def _read(self, started: "_Started", *, is_alone: bool) -> StepStats:
+    def _read(self, started: Started, *, is_alone: bool) -> StepStats:
         """Wait for a step, or raise on all ranks: what is wrong with the batch of some, else that it does not count."""
         try:
             stats = started.stats.read()
         except UserError as error:  # all ranks see it
             if not is_alone:
-                self._end(started.fault, error)
+                self._end(started.taken.fault, error)
             raise
-        self._good.note(started.progress, stats.loss)
+        self.progress = dataclasses.replace(self.progress, voids=stats.voids)
+        if stats.outcome is not Outcome.REPEATED:
+            self._good.note(dataclasses.replace(started.progress, voids=stats.voids), stats.loss)
         return stats
+
+    def _go_back(self, started: Started) -> None:
+        """Go back before a void step, which is taken once more, with the one that was started after it."""
+        later, self._started = self._started, None
+        taken = [each.taken for each in (started, later) if each is not None]
+        self.progress = dataclasses.replace(started.before, voids=self.progress.voids)
+        self.engine.verdict.repeat()
+        if (error := self._intake.put_back(started.progress.step, taken)) is not None:
+            self._end(error)
 
     def _end(self, *faults: Exception | None) -> None:
         """Save the last good step, and raise the first fault that any rank has; all ranks call it at the same step."""
@@ -330,21 +348,3 @@ class Run:
         self._log.event("eval", self.progress.step, **result)
         self._log.say(f"step {self.progress.step}: validation loss {result['loss']:.4f}")
         self._paused_s = time.perf_counter() - started_s  # the time of no step
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """A step that may still run: the run's progress with it, and what its line in the log needs."""
-
-    progress: Progress
-    stats: PendingStats
-    fault: Exception | None
-    data_wait_s: float
-    seq_length: int
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory this process ever held: allocated on its GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,72 @@
+"""Steps under way, each with the batch that it took, so that a void one can be taken once more."""
+
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from datakit import HostBatch, Loader
+from threefold.errors import UserError
+from trainer.checkpoint.progress import Progress
+from trainer.data import StepReader
+from trainer.model.microbatch import Batch
+from trainer.verdict import PendingStats
+
+MOST_REPEATS = 8  # of one step
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A batch with the place of the stream behind it: what is wrong with it, tokens a row, epochs, seconds waited."""
+
+    batch: Batch
+    fault: Exception | None
+    length: int
+    epochs: tuple[int, ...]
+    cursor: Mapping[str, Any]
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A step that may still run: the run's progress before and with it, and the batch that it took."""
+
+    before: Progress
+    progress: Progress
+    taken: Taken
+    stats: PendingStats
+
+
+class Intake:
+    """The batches of a run in their order; those of void steps come once more. Owned by the training thread."""
+
+    def __init__(self, reader: StepReader, loader: Loader, fault_of: Callable[[HostBatch], UserError | None]) -> None:
+        self._reader, self._loader, self._fault_of = reader, loader, fault_of
+        self._again: list[Taken] = []
+        self._step = self._num_repeats = 0
+
+    def take(self) -> Taken:
+        """Return the next batch."""
+        if self._again:
+            return self._again.pop(0)
+        began_s = perf_counter()
+        host, batch, fault = self._reader.next_batch(self._fault_of)
+        cursor = self._loader.cursor.to_json()
+        return Taken(batch, fault, host.shape[-1], host.epochs, cursor, perf_counter() - began_s)
+
+    def put_back(self, step: int, taken: Sequence[Taken]) -> UserError | None:
+        """Let batches be taken once more, from that of a step on; return an error if it was void too often."""
+        self._again = [*taken, *self._again]
+        self._num_repeats = self._num_repeats + 1 if step == self._step else 1
+        self._step = step
+        return UserError(f"step {step} was void {MOST_REPEATS} times") if self._num_repeats >= MOST_REPEATS else None
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory this process ever held: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
