@@ -54,7 +54,7 @@ def test_the_tables_are_those_of_the_headers() -> None:
         "ckptkit/ckptkit.h": ckptkit.io.blocks.PROTOTYPES,
         "datakit/datakit.h": datakit.rows.native.PROTOTYPES
         | datakit.rows.native.MEGATRON_PROTOTYPES
-        | datakit.rows.native.PROTOTYPES
+        | datakit.rows.native.PACKING_PROTOTYPES
         | datakit.shards.native.PROTOTYPES
         | datakit.format.native.PROTOTYPES,
         "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptkit.writer.priority import NICE
 
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BLOCK_BYTES
@@ -25,6 +24,7 @@ from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.writer.ring_reader import RingReader
+from ckptkit.writer.__main__ import NICE
 from ckptkit.writer.step import GivenUp
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import (

@@ -1,7 +1,8 @@
 """Pools whose work is done in the caller's thread, so that a program has one thread and repeats itself."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
@@ -37,6 +38,7 @@ class InlinePool:
 
 
 def inline_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a program do all its requests in its own thread."""
-    for module in ("loading.roots", "loading.reader", "writer.commit", "io.remote_reader"):
-        monkeypatch.setattr(f"ckptkit.{module}.ThreadPoolExecutor", InlinePool)
+    """Let a program do all its requests in its own thread, whichever loaded module of ckptkit has a pool for them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ckptkit.") and vars(module).get("ThreadPoolExecutor") is ThreadPoolExecutor:
+            monkeypatch.setattr(module, "ThreadPoolExecutor", InlinePool)
