@@ -57,9 +57,9 @@ class Intake:
         cursor = self._loader.cursor.to_json()
         return Taken(batch, fault, host.shape[-1], host.epochs, cursor, perf_counter() - began_s)
 
-    def put_back(self, step: int, taken: Sequence[Taken]) -> UserError | None:
+    def put_back(self, step: int, batches: Sequence[Taken]) -> UserError | None:
         """Let batches be taken once more, from that of a step on; return an error if it was void too often."""
-        self._again = [*taken, *self._again]
+        self._again = [*batches, *self._again]
         self._num_repeats = self._num_repeats + 1 if step == self._step else 1
         self._step = step
         return UserError(f"step {step} was void {MOST_REPEATS} times") if self._num_repeats >= MOST_REPEATS else None

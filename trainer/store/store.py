@@ -147,9 +147,16 @@ class ParameterStore:
         return squares
 
     def update(
-        self, optim: OptimConfig, lr: float, updates: int, *, factor: Tensor, is_bad: Tensor,
-        late: tuple[Tensor, int] | None = None, form: str = "csrc",
-    ) -> None:  # fmt: skip
+        self,
+        optim: OptimConfig,
+        lr: float,
+        updates: int,
+        *,
+        factor: Tensor,
+        is_bad: Tensor,
+        late: tuple[Tensor, int] | None = None,
+        form: str = "csrc",
+    ) -> None:
         """Make one more update with the gradients scaled by `factor`; none where `is_bad` is 1.
 
         There were `updates` before it, less a number on the device that is `late`, with the most that it can be.

@@ -23,8 +23,8 @@ from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from ckptkit.writer.ring_reader import RingReader
 from ckptkit.writer.__main__ import NICE
+from ckptkit.writer.ring_reader import RingReader
 from ckptkit.writer.step import GivenUp
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import (
