@@ -8,7 +8,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake ninja
 WORKDIR /opt/threefold
 COPY . .
 RUN python -m pip install "$TORCH"
-RUN python -m pip install -C cmake.define.THREEFOLD_CUDA="$CUDA" ".[s3,arrow,fast,plot]"
+RUN python -m pip install --config-settings=cmake.define.THREEFOLD_CUDA="$CUDA" ".[s3,arrow,fast,plot]"
 WORKDIR /work
 RUN datakit --version && ckptkit --version && trainer --version
 ENTRYPOINT ["/bin/bash", "-c", "exec \"$0\" \"$@\""]

@@ -70,7 +70,9 @@ def set_up(venv: Path, extra: str, torch: str, cuda: str) -> None:
     if not has_torch(python):
         call(*install, torch, env=environment)
     again = ["--reinstall-package", "threefold"] if uv else []  # uv looks at no source but pyproject.toml
-    call(*install, *again, "-C", f"cmake.define.THREEFOLD_CUDA={cuda}", "-e", f".[{extra}]", env=environment)
+    call(
+        *install, *again, f"--config-settings=cmake.define.THREEFOLD_CUDA={cuda}", "-e", f".[{extra}]", env=environment
+    )
 
 
 def has_torch(python: "str | Path") -> bool:

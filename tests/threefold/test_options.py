@@ -1,6 +1,7 @@
 """Options are fields of dataclasses: flags, tables, arrays of tables, ranges, help and errors come from them alone."""
 
 import argparse
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -138,9 +139,9 @@ def test_help_shows_what_the_fields_say_and_no_default_that_is_none(
     text = parser.format_help()
     assert "--kind {small,large}" in text
     assert "how much at 100% (default: small)" in text
-    assert "--count N, --number N\n" in text
+    assert re.search(r"--count( N)?, --number N\s", text)  # Python 3.13 names the value once
     assert "processes (default: 3)" in text
-    assert "[--count N | --pairs PAIRS]" in text
+    assert "[--count N | --pairs PAIRS]" in " ".join(text.split())
     assert "SRC [MORE ...] [flags]" in text
     assert text.endswith("Every key is a flag too: tool other --help lists them.\n")
     assert "data.seed" not in text
