@@ -103,16 +103,14 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     return found
 
 
-@pytest.fixture
-def hears_hangups() -> Iterator[None]:
-    """Hear SIGHUP in a test, also where `nohup` started the tests and so had them ignore it."""
-    usual = signal.getsignal(signal.SIGHUP)
-    if usual == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, usual)
+def _hear_signals() -> None:
+    """Hear signals that tests send, also where `nohup`, or `&` in a script, had whoever started them ignore these."""
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+_hear_signals()
 HINTS = Recorder()
 HINTS.install()
 

@@ -14,7 +14,6 @@ import pytest
 from trainer.job.heard_signals import ASKING
 from trainer.job.passed_signals import ENDING, PassedSignals, all_end_well, ranks_here
 
-pytestmark = pytest.mark.usefixtures("hears_hangups")
 RANK = """
 import signal, sys, time
 code = int(sys.argv[1])

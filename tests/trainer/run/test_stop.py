@@ -18,7 +18,6 @@ from threefold.storage import open_storage
 from trainer.run import stop
 from trainer.run.stop import StopRequest
 
-pytestmark = pytest.mark.usefixtures("hears_hangups")
 # waits where signals wake no Python code, as a collective does
 WAITING = """
 import ctypes, signal, sys, time
