@@ -71,14 +71,14 @@ class Updates:
         The host does not know how many are late, only their most: it starts an update for each number that it can be,
         and the device makes the one that is right. So each number has the bits that it has where nothing is late.
         """
-        count, most = late or (None, 0)
+        left_out = [is_bad]
+        if late is not None:
+            count, most = late
+            left_out = [is_bad.where(count == number, torch.ones_like(is_bad)) for number in range(most + 1)]
         for name, rate, decay, table in self._tables:
             factored = replace(optim, weight_decay=optim.weight_decay * decay)
-            for number in range(most + 1):
-                left_out = (
-                    is_bad if not most or count is None else is_bad.where(count == number, torch.ones_like(is_bad))
-                )
-                OPTIMIZERS[name].update(table, factored, lr * rate, updates - number, is_bad=left_out, **others)
+            for number, flag in enumerate(left_out):
+                OPTIMIZERS[name].update(table, factored, lr * rate, updates - number, is_bad=flag, **others)
 
     def write_squared_norms(self, out: Tensor) -> None:
         """Write the squared norm of each part's gradient into its row of `out`, float64; leave the other rows."""
