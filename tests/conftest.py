@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(clean_up)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def s3_server() -> Server:
     """A real S3 server (SeaweedFS) on loopback, one for all workers of a run: the first that needs it starts it."""
     if find_weed() is None:
@@ -69,7 +70,10 @@ def s3_server() -> Server:
     folder = Path(os.environ[S3_FOLDER])
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return running(folder / "server") or start(folder / "server")
+        server = running(folder / "server")
+        if server is None and (log := folder / "server" / "weed.log").exists():
+            warnings.warn(f"the S3 server ended by itself:\n{log.read_text()[-2000:]}", stacklevel=1)
+        return server or start(folder / "server")
 
 
 @pytest.fixture
