@@ -30,9 +30,21 @@ _HEADER = Struct("<8sQQ")  # magic, identity of the hashes, number of items
 _MAGIC = b"TFDUPLIC"
 _ITEM = np.dtype([("begin", "<u8"), ("num_duplicates", "<u8"), ("num_documents", "<u8")])
 _ROW_BYTES = 24  # a hash and the document's number in the corpus
-_BUCKET_BYTES, _HASH_RUN_BYTES, _PLACE_RUN_BYTES = 48 << 20, 128 << 20, 64 << 20
-_GROUP_DOCUMENTS = 1 << 22
-_READ_ORDINALS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of the hashes, and of the places of duplicates, is in memory at once."""
+
+    bucket_bytes: int = 48 << 20
+    hash_run_bytes: int = 128 << 20
+    place_run_bytes: int = 64 << 20
+    group_documents: int = 1 << 22
+    max_buckets: int = MAX_BUCKETS
+
+    def groups(self, count: int, group: int) -> int:
+        """Return how many groups of a size some things make, at least one and no more than a shuffle can have."""
+        return min(max(-(-count // group), 1), self.max_buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +78,16 @@ def find_repeats(hashes: UInt64s) -> npt.NDArray[np.bool_]:
     return found
 
 
-def write_duplicates(output: Output, items: Sequence[ItemHashes]) -> int:
+def write_duplicates(output: Output, items: Sequence[ItemHashes], sizes: Sizes = Sizes()) -> int:
     """Write the file of the duplicates of these items, whole or not at all, and return how many there are in all."""
     with writing(output.scratch):
         output.scratch.mkdir(parents=True, exist_ok=True)
     starts = np.concatenate([[0], np.cumsum([item.num_documents for item in items], dtype=np.int64)])
-    num_groups = _groups(int(starts[-1]), _GROUP_DOCUMENTS)
-    group_documents = np.uint64(max(_GROUP_DOCUMENTS, -(-int(starts[-1]) // num_groups)))
+    num_groups = sizes.groups(int(starts[-1]), sizes.group_documents)
+    group_documents = np.uint64(max(sizes.group_documents, -(-int(starts[-1]) // num_groups)))
     path = output.scratch / _NAME
-    with Shuffle(output.scratch, num_groups, 1, run_bytes=_PLACE_RUN_BYTES) as places:
-        for repeats in _repeats(output.scratch, items, starts):
+    with Shuffle(output.scratch, num_groups, 1, run_bytes=sizes.place_run_bytes) as places:
+        for repeats in _repeats(output.scratch, items, starts, sizes):
             places.add(repeats // group_documents, repeats[:, None])
         places.finish()
         table = np.zeros(len(items), _ITEM)
@@ -83,7 +95,7 @@ def write_duplicates(output: Output, items: Sequence[ItemHashes]) -> int:
         with durable_file(path) as file:
             file.seek(_HEADER.size + table.nbytes)
             for group in range(num_groups):
-                numbers = [rows[:, 0] for rows in places.read(group, _PLACE_RUN_BYTES)]
+                numbers = [rows[:, 0] for rows in places.read(group, sizes.place_run_bytes)]
                 at = np.sort(np.concatenate(numbers)).astype(np.int64) if numbers else np.zeros(0, np.int64)
                 owners = np.searchsorted(starts, at, side="right") - 1
                 table["num_duplicates"] += np.bincount(owners, minlength=len(items)).astype(np.uint64)
@@ -105,9 +117,9 @@ def are_duplicates_of(output: Output, items: Sequence[ItemHashes]) -> bool:
 class Duplicates:
     """The file of duplicates that `write_duplicates` put into an output."""
 
-    def __init__(self, output: Output) -> None:
-        """Read its header."""
-        self._output = output
+    def __init__(self, output: Output, *, read_ordinals: int = 1 << 16) -> None:
+        """Read its header; of an item's ordinals, this many are read at once."""
+        self._output, self._read_ordinals = output, read_ordinals
         _, _, num_items = _HEADER.unpack(output.read_range(_KEY, 0, _HEADER.size))
         self._begin = _HEADER.size + num_items * _ITEM.itemsize
 
@@ -119,8 +131,8 @@ class Duplicates:
         return ItemDuplicates(self._ordinals(begin, end), int(item["num_documents"]))
 
     def _ordinals(self, begin: int, end: int) -> Iterator[int]:
-        for first in range(begin, end, _READ_ORDINALS):
-            start, stop = (self._begin + 4 * at for at in (first, min(first + _READ_ORDINALS, end)))
+        for first in range(begin, end, self._read_ordinals):
+            start, stop = (self._begin + 4 * at for at in (first, min(first + self._read_ordinals, end)))
             yield from np.frombuffer(self._output.read_range(_KEY, start, stop), "<u4").tolist()
 
 
@@ -153,10 +165,10 @@ class ItemDuplicates:
             )
 
 
-def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s) -> Iterator[UInt64s]:
+def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s, sizes: Sizes) -> Iterator[UInt64s]:
     """Yield the numbers, in the whole corpus, of the documents that repeat an earlier one."""
-    num_buckets = _groups(int(starts[-1]), _BUCKET_BYTES // _ROW_BYTES)
-    with Shuffle(folder, num_buckets, 3, run_bytes=_HASH_RUN_BYTES) as shuffle:
+    num_buckets = sizes.groups(int(starts[-1]), sizes.bucket_bytes // _ROW_BYTES)
+    with Shuffle(folder, num_buckets, 3, run_bytes=sizes.hash_run_bytes) as shuffle:
         for item, start in zip(items, starts.tolist()):
             at = start
             for hashes in item.blocks():
@@ -166,7 +178,7 @@ def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s) -> Itera
         shuffle.finish()
         for bucket in range(num_buckets):
             firsts = np.empty((0, 3), np.uint64)
-            for rows in shuffle.read(bucket, _BUCKET_BYTES * 5 // 4):  # again only where some text repeats a lot
+            for rows in shuffle.read(bucket, sizes.bucket_bytes * 5 // 4):  # again only where some text repeats a lot
                 known = np.concatenate([firsts, rows]) if len(firsts) else rows
                 is_repeat = find_repeats(known[:, :2])
                 yield known[is_repeat, 2]
@@ -176,11 +188,6 @@ def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s) -> Itera
 def _buckets(hashes: UInt64s, num_buckets: int) -> UInt64s:
     """Return the bucket of each hash: its high 32 bits, as a fraction, of the buckets."""
     return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)
-
-
-def _groups(count: int, group: int) -> int:
-    """Return how many groups of a size some things make, at least one and no more than a shuffle can have."""
-    return min(max(-(-count // group), 1), MAX_BUCKETS)
 
 
 def _identity(items: Sequence[ItemHashes]) -> int:

@@ -21,14 +21,13 @@ from datakit.text.inputs import WorkItem
 from threefold.errors import CheckFailed
 
 FOLDER = f"{WORK_FOLDER}/hashes"
-_BLOCK_BYTES = 64 << 10
 
 
 class ItemHasher:
     """Hashes the documents of work items, in place of tokenizing them."""
 
-    def __init__(self, output: Output, rules: DocumentRules) -> None:
-        self._output, self._rules = output, rules
+    def __init__(self, output: Output, rules: DocumentRules, *, block_bytes: int = 64 << 10) -> None:
+        self._output, self._rules, self._block_bytes = output, rules, block_bytes
         self._scratch = output.scratch / secrets.token_hex(8)
 
     def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
@@ -54,7 +53,7 @@ class ItemHasher:
             for document in DocumentReader(part, self._rules):
                 block += xxhash.xxh3_128_digest(document.text.encode())
                 input_bytes += document.input_bytes
-                if len(block) == _BLOCK_BYTES:
+                if len(block) == self._block_bytes:
                     yield block
                     block = bytearray()
                     report(Progress(input_bytes, 0, slice=number))

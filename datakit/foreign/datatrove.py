@@ -16,7 +16,7 @@ import numpy as np
 
 from datakit.files.durable import blocks_of
 from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
-from datakit.foreign.foreign_store import Choices, store_of_files
+from datakit.foreign.foreign_store import Choices, Pieces, store_of_files
 from datakit.format.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError, listing, quoted
@@ -24,8 +24,6 @@ from threefold.errors import UserError, listing, quoted
 SUFFIX = ".ds"
 _DTYPES = {2: "uint16", 4: "uint32"}
 _SIZES = {dtype: size for size, dtype in _DTYPES.items()}
-_WINDOW_DOCUMENTS = 1 << 16
-_BLOCK_BYTES = 8 << 20
 _MAX_METADATA_BYTES = 1 << 20
 _NUMBERED, _MAX_NAMED = re.compile(r"([0-9]{1,9})_"), 5
 
@@ -42,7 +40,7 @@ def from_datatrove(
     for absent in filter(None, map(absent_numbers, folders)):
         text = f"{absent}: lost, or of tasks that had no document"
         raise UserError(text, hint="fetch what is lost; if nothing is, name the files that are there, *.ds")
-    files = [_DsFile.open(path, choices.dtype) for found in folders for path in found]
+    files = [_DsFile.open(path, choices.dtype, choices.pieces) for found in folders for path in found]
     inputs = [path for file in files for path in (file.path, file.index) if path is not None]
     return store_of_files("datatrove", files, inputs, output, choices)
 
@@ -80,12 +78,13 @@ class _DsFile:
     index: Path | None
     dtype: str
     num_tokens: int
+    pieces: Pieces
 
     @classmethod
-    def open(cls, path: Path, dtype: str | None) -> "_DsFile":
+    def open(cls, path: Path, dtype: str | None, pieces: Pieces) -> "_DsFile":
         index, size_bytes = path.with_name(f"{path.name}.index"), path.stat().st_size
         _refuse_masks(path.with_name(f"{path.name}.loss"))
-        file = cls(path, index if index.exists() else None, "", 0)
+        file = cls(path, index if index.exists() else None, "", 0, pieces)
         metadata = path.with_name(f"{path.name}.metadata")
         found = _metadata_dtype(metadata) or file._dtype_of_index(size_bytes)
         if dtype is not None and (dtype not in _SIZES or dtype != (found or dtype)):
@@ -126,7 +125,7 @@ class _DsFile:
         size_bytes = self.num_tokens * dtype.itemsize
         while reader.at < size_bytes:
             at = reader.at
-            yield np.frombuffer(reader.read(min(_BLOCK_BYTES, size_bytes - at)), dtype), at
+            yield np.frombuffer(reader.read(min(self.pieces.block_bytes, size_bytes - at)), dtype), at
 
     def _windows(self) -> Iterator[tuple[int, Int64s]]:
         """Windows of documents: the token where the first begins, and where each ends; CheckFailed for nonsense."""
@@ -135,7 +134,8 @@ class _DsFile:
         end_before, document, num_ends = 0, 0, self._num_documents()
         with open_exactly(self.index) as reader:
             while document < num_ends:
-                ends = np.frombuffer(reader.read(8 * min(_WINDOW_DOCUMENTS, num_ends - document)), "<u8")
+                count = min(self.pieces.window_documents, num_ends - document)
+                ends = np.frombuffer(reader.read(8 * count), "<u8")
                 wrong = np.flatnonzero((ends < np.append(np.uint64(end_before), ends[:-1])) | (ends > self.num_tokens))
                 if len(wrong):
                     raise damaged(

@@ -24,16 +24,18 @@ from threefold.errors import CheckFailed, UserError, listing
 MAX_PIECE_BYTES = 1 << 30
 COMPRESSIONS = ("", "gz", "zstd")
 AGAIN = "copy or download it again"
-_BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 
 
 class ExactReader:
     """Reads pieces of known sizes from a stream; `at` is the offset in the uncompressed bytes."""
 
-    def __init__(self, path: Path, stream: BinaryIO, hashes: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, stream: BinaryIO, hashes: Mapping[str, str] | None = None, block_bytes: int = BLOCK_BYTES
+    ) -> None:
         """`hashes` are hexadecimal digests of all bytes by algorithm; `finish` compares those it can compute."""
         self.path, self.at = path, 0
-        self._stream = stream
+        self._stream, self._block_bytes = stream, block_bytes
         self._expected = dict(hashes or {})
         self._hashers = {name: hasher for name in self._expected if (hasher := _hasher(name)) is not None}
 
@@ -57,7 +59,7 @@ class ExactReader:
     def unpack(self, size_bytes: int) -> "tuple[ExactReader, int]":
         """Return a reader of what the next bytes hold, which zstd packed, and its size."""
         packed, content = self.unpacking(size_bytes), bytearray()
-        while (block := packed._take(_BLOCK_BYTES)) and len(content) <= MAX_PIECE_BYTES:
+        while (block := packed._take(self._block_bytes)) and len(content) <= MAX_PIECE_BYTES:
             content += block
         return ExactReader(self.path, BytesIO(content)), len(content)
 
@@ -75,7 +77,7 @@ class ExactReader:
 
     def _blocks(self, size_bytes: int) -> Iterator[bytes]:
         while size_bytes:
-            block = self._take(min(size_bytes, _BLOCK_BYTES))
+            block = self._take(min(size_bytes, self._block_bytes))
             if not block:
                 raise damaged(f"{self.path} is truncated: {size_bytes} bytes are missing at {self.at}")
             for hasher in self._hashers.values():
@@ -98,13 +100,15 @@ def damaged(what: str) -> CheckFailed:
 
 
 @contextmanager
-def open_exactly(path: Path, compression: str = "", hashes: Mapping[str, str] | None = None) -> Iterator[ExactReader]:
+def open_exactly(
+    path: Path, compression: str = "", hashes: Mapping[str, str] | None = None, block_bytes: int = BLOCK_BYTES
+) -> Iterator[ExactReader]:
     """Open a file, compressed as one of `COMPRESSIONS` says."""
     with open_binary(path) as file:
         stream: Any = file
         if compression:
             stream = gzip.GzipFile(fileobj=file) if compression == "gz" else _unpacked(file)
-        yield ExactReader(path, stream, hashes)
+        yield ExactReader(path, stream, hashes, block_bytes)
 
 
 @contextmanager

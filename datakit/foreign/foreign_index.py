@@ -26,12 +26,12 @@ class ForeignIndex(Fields):
     hint = AGAIN
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read(cls, path: Path, *, max_bytes: int = MAX_BYTES) -> Self:
         """Read a whole index.json."""
         with open_binary(path) as file, reading(path):
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise damaged(f"{path} has more than the {MAX_BYTES} bytes that an index may have")
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise damaged(f"{path} has more than the {max_bytes} bytes that an index may have")
         return cls.parse(path, data)
 
     def parts(self, name: str) -> list[Self]:

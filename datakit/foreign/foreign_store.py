@@ -27,16 +27,26 @@ from datakit.format.shard_entry import ShardEntry
 from datakit.format.tokenizer_copy import digests_of, place_copy, tokenizer_copy
 from datakit.store.claim import claim
 from datakit.store.token_store import TokenStore, open_made
-from datakit.store.writer import ShardSequence, store_dtype
+from datakit.store.writer import MAX_SHARD_DOCUMENTS, ShardSequence, store_dtype
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from threefold.errors import CheckFailed, UserError
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 AGAIN_HINT = "datakit preprocess INPUT... --output STORE --tokenizer tok.json"
-_GROUP_BYTES = 256 << 20
 _PROBED_SAMPLES, _MIN_EQUAL_SAMPLES, _MIN_ZEROS = 100, 16, 16
 Fill = Callable[[Output, TokenizerIdentity], tuple[str, Sequence[ShardEntry]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How much of a conversion is in memory, sealed together, or in one shard; the store's documents are the same."""
+
+    window_documents: int = 1 << 16
+    block_bytes: int = 8 << 20
+    group_bytes: int = 256 << 20
+    max_document_bytes: int = MAX_PIECE_BYTES
+    max_shard_documents: int = MAX_SHARD_DOCUMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,7 @@ class Choices:
     documents: str = "auto"
     column: str | None = None
     dtype: str | None = None
+    pieces: Pieces = Pieces()
 
 
 class ForeignFile(Protocol):
@@ -130,12 +141,12 @@ def store_of_files(
     settings |= {name: value for name in ("column", "dtype") if (value := getattr(choices, name)) is not None}
 
     def fill(output: Output, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
-        groups = _streams(files) if joins else _groups(files)
+        groups = _streams(files) if joins else _groups(files, choices.pieces.group_bytes)
         eod_id = identity.eod_id if joins else None
         entries = [
             entry
             for number, group in enumerate(groups)
-            for entry in _sealed(output, number, group, identity.vocab_size, eod_id)
+            for entry in _sealed(output, number, group, identity.vocab_size, eod_id, choices.pieces)
         ]
         return store_dtype(identity.vocab_size), entries
 
@@ -208,14 +219,14 @@ def _streams(files: Sequence[ForeignFile]) -> Iterator[list[ForeignFile]]:
         yield list(group)
 
 
-def _groups(files: Sequence[ForeignFile]) -> Iterator[list[ForeignFile]]:
-    """Files in their order, together about `_GROUP_BYTES`; the cut depends on their sizes alone."""
+def _groups(files: Sequence[ForeignFile], group_bytes: int) -> Iterator[list[ForeignFile]]:
+    """Files in their order, together about `group_bytes`; the cut depends on their sizes alone."""
     group: list[ForeignFile] = []
     size_bytes = 0
     for file in files:
         group.append(file)
         size_bytes += file.path.stat().st_size
-        if size_bytes >= _GROUP_BYTES:
+        if size_bytes >= group_bytes:
             yield group
             group, size_bytes = [], 0
     if group:
@@ -223,7 +234,7 @@ def _groups(files: Sequence[ForeignFile]) -> Iterator[list[ForeignFile]]:
 
 
 def _sealed(
-    output: Output, number: int, group: Sequence[ForeignFile], vocab_size: int, eod_id: int | None
+    output: Output, number: int, group: Sequence[ForeignFile], vocab_size: int, eod_id: int | None, pieces: Pieces
 ) -> list[ShardEntry]:
     """Put the shards of one group into the output, then note them; those that an earlier run noted are kept."""
     note = f"{WORK_FOLDER}/group-{number:06}.json"
@@ -232,9 +243,10 @@ def _sealed(
             kept = [shard_entry(fields) for fields in Fields.parse(note, found).tables("shards")]
             if all(output.has(name, digest) for entry in kept for name, digest in entry.files().items()):
                 return kept
-    documents = _joined(group, eod_id) if eod_id is not None else _single(group)
+    max_bytes = pieces.max_document_bytes
+    documents = _joined(group, eod_id, max_bytes) if eod_id is not None else _single(group, max_bytes)
     dtype = store_dtype(vocab_size)
-    shards = ShardSequence(output.scratch, dtype, f"shard-{number:06}-{{:03}}".format)
+    shards = ShardSequence(output.scratch, dtype, f"shard-{number:06}-{{:03}}".format, pieces.max_shard_documents)
     try:
         for document in documents:
             check_tokens(document.path, document.number, document.tokens, vocab_size)
@@ -249,17 +261,17 @@ def _sealed(
     return entries
 
 
-def _single(group: Iterable[ForeignFile]) -> Iterator[_Document]:
+def _single(group: Iterable[ForeignFile], max_bytes: int) -> Iterator[_Document]:
     """One document a sample; a file without borders is one document."""
     for file in group:
         if not file.has_borders:
-            yield from _joined([file], None)
+            yield from _joined([file], None, max_bytes)
             continue
         for number, (tokens, offset_bytes) in enumerate(file.samples()):
             yield _Document(tokens, file.path, offset_bytes, number)
 
 
-def _joined(group: Iterable[ForeignFile], eod_id: int | None) -> Iterator[_Document]:
+def _joined(group: Iterable[ForeignFile], eod_id: int | None, max_bytes: int) -> Iterator[_Document]:
     """All samples as one stream, cut after each end-of-document token; what follows the last is a document too."""
     parts: list[Tokens] = []
     begin: tuple[Path, int, int] = Path(), 0, 0
@@ -275,9 +287,9 @@ def _joined(group: Iterable[ForeignFile], eod_id: int | None) -> Iterator[_Docum
                     begin, number = (file.path, offset_bytes + start * tokens.itemsize, number), number + 1
                 parts.append(tokens[start:end])
                 size_bytes += parts[-1].nbytes
-                if size_bytes > MAX_PIECE_BYTES:
+                if size_bytes > max_bytes:
                     raise CheckFailed(
-                        f"{begin[0]}: document {begin[2]} has more than {MAX_PIECE_BYTES} bytes of tokens",
+                        f"{begin[0]}: document {begin[2]} has more than {max_bytes} bytes of tokens",
                         hint="name the token that ends documents with --eod-token, or --documents items",
                     )
                 if tokens[end - 1] == eod_id:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from datakit.files.durable import FileDigest, digest_file, durable_file, reading, writing
-from datakit.foreign.foreign_store import AGAIN_HINT, Choices, check_tokens, make_store, store_of_files
+from datakit.foreign.foreign_store import AGAIN_HINT, Choices, Pieces, check_tokens, make_store, store_of_files
 from datakit.format.manifest import STORE_DTYPES, WORK_FOLDER
 from datakit.format.origins import document_check, origins_head
 from datakit.format.output import ASSEMBLY_NOTE, Output
@@ -24,9 +24,6 @@ from datakit.store.claim import claim
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import CheckFailed, UserError, listing, quoted
-
-_WINDOW_DOCUMENTS = 1 << 16
-_BLOCK_BYTES = 8 << 20
 
 
 def from_megatron(
@@ -38,7 +35,7 @@ def from_megatron(
     UserError if a store cannot hold what they hold, CheckFailed if a token is beyond the vocabulary. The same call
     continues after a kill, and returns the store if that is complete.
     """
-    datasets = [_Dataset.open(prefix) for prefix in prefixes]
+    datasets = [_Dataset.open(prefix, choices.pieces) for prefix in prefixes]
     files = [file for dataset in datasets for file in (dataset.shard.bin_path, dataset.shard.idx_path)]
 
     if any(dataset.shard.dtype.name not in STORE_DTYPES for dataset in datasets):
@@ -76,11 +73,12 @@ class _Dataset:
 
     prefix: str
     shard: TokenShard
+    pieces: Pieces
 
     has_borders = True
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "_Dataset":
+    def open(cls, path: str | os.PathLike[str], pieces: Pieces) -> "_Dataset":
         prefix = os.fspath(path).removesuffix(".bin").removesuffix(".idx")
         for file in (f"{prefix}.bin", f"{prefix}.idx"):
             if not os.path.isfile(file):
@@ -95,7 +93,7 @@ class _Dataset:
             raise UserError(
                 f"{index.path} has {index.num_documents} documents, a shard holds below 2^32", hint=AGAIN_HINT
             )
-        return cls(prefix, shard)
+        return cls(prefix, shard, pieces)
 
     @property
     def path(self) -> Path:
@@ -120,14 +118,14 @@ class _Dataset:
 
         Raise UserError if a document is not one sequence, CheckFailed if the index contradicts itself.
         """
-        index, itemsize = self.shard.index, self.shard.dtype.itemsize
+        index, itemsize, window = self.shard.index, self.shard.dtype.itemsize, self.pieces.window_documents
         at_bytes = 0
-        for start in range(0, max(index.num_documents, index.num_sequences), _WINDOW_DOCUMENTS):
-            boundaries = index.document_index[start : start + _WINDOW_DOCUMENTS + 1]
+        for start in range(0, max(index.num_documents, index.num_sequences), window):
+            boundaries = index.document_index[start : start + window + 1]
             wrong = np.flatnonzero(boundaries != np.arange(start, start + len(boundaries)))
             if len(wrong) or index.num_documents != index.num_sequences:
                 raise self._not_one_sequence(start + int(wrong[0]) - 1 if len(wrong) else None)
-            lengths = index.lengths[start : start + _WINDOW_DOCUMENTS].astype(np.int64)
+            lengths = index.lengths[start : start + window].astype(np.int64)
             ends = at_bytes + np.cumsum(lengths) * itemsize
             wrong = np.flatnonzero(
                 (lengths < 0) | (index.pointers[start : start + len(lengths)] != ends - lengths * itemsize)
@@ -215,7 +213,7 @@ def _blocks(dataset: _Dataset, vocab_size: int) -> Iterator[tuple[bytes, list[in
             first = 0
             while first < len(lengths):
                 begin = int(ends[first - 1]) if first else 0
-                last = max(int(np.searchsorted(ends, begin + _BLOCK_BYTES, side="right")), first + 1)
+                last = max(int(np.searchsorted(ends, begin + dataset.pieces.block_bytes, side="right")), first + 1)
                 block = file.read(int(ends[last - 1]) - begin)
                 _check_block(shard, block, start + first, ends[first:last] - begin, vocab_size)
                 stops = (ends[first:last] - begin).tolist()

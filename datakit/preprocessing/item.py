@@ -19,7 +19,7 @@ from datakit.files.durable import writing
 from datakit.format.output import Output
 from datakit.preprocessing.recipe import WHOLE, Recipe
 from datakit.store.item_records import ItemRecord, Progress, record_key
-from datakit.store.writer import ShardSequence, store_dtype
+from datakit.store.writer import MAX_SHARD_DOCUMENTS, ShardSequence, store_dtype
 from datakit.text.documents import DocumentReader, Documents
 from datakit.text.inputs import FileSlice, WorkItem
 from datakit.tokenization.encoded import Encoded
@@ -28,14 +28,24 @@ from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.tokenizer import TextFault
 from threefold.errors import UserError
 
-_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
+BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
 
 
 class ItemEncoder:
     """Turns work items into shards of the output's stores."""
 
-    def __init__(self, output: Output, recipe: Recipe, encoder: Encoder, identity: TokenizerIdentity) -> None:
+    def __init__(
+        self,
+        output: Output,
+        recipe: Recipe,
+        encoder: Encoder,
+        identity: TokenizerIdentity,
+        *,
+        batch_characters: int = BATCH_CHARACTERS,
+        max_shard_documents: int = MAX_SHARD_DOCUMENTS,
+    ) -> None:
         self._output, self._recipe, self._encoder = output, recipe, encoder
+        self._batch_characters, self._max_shard_documents = batch_characters, max_shard_documents
         self._dtype = np.dtype(store_dtype(identity.vocab_size)).newbyteorder("<")
         self._end = recipe.end(identity, encoder.after)
         self._duplicates = Duplicates(output) if recipe.dedup else None
@@ -43,8 +53,9 @@ class ItemEncoder:
 
     def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
         """Make the item's shards and its record, or nothing."""
+        end, most = self._end, self._max_shard_documents
         writers = {
-            part: _ItemShards(self._work(part), item.number, self._dtype, self._end) for part in self._recipe.parts
+            part: _ItemShards(self._work(part), item.number, self._dtype, end, most) for part in self._recipe.parts
         }
         num_lines = input_bytes = num_tokens = num_by_reference = num_replaced = 0
         digests: list[str] = []
@@ -55,7 +66,7 @@ class ItemEncoder:
                 report(Progress(input_bytes, num_tokens, num_by_reference, number))
                 reader = DocumentReader(part, self._recipe.rules, with_digest=part.file.is_known_by_time)
                 runs = reader.runs()
-                for batch in _batches(map(duplicates.leave_out, runs) if duplicates else runs):
+                for batch in self._batches(map(duplicates.leave_out, runs) if duplicates else runs):
                     batch, encoded = self._encode(part, batch, skipped)
                     for store, documents, share in self._shares(batch, encoded):
                         writers[store].extend(documents, share, part.file.path)
@@ -79,6 +90,21 @@ class ItemEncoder:
             self._output.adopt(store, [self._scratch / store / name for entry in entries for name in entry.files()])
         record = ItemRecord(item, num_lines, input_bytes, shards, skipped, num_replaced, digests)
         self._output.write(record_key(item), orjson.dumps(record))
+
+    def _batches(self, runs: Iterable[Documents]) -> Iterator[Documents]:
+        waiting = Documents.of([])
+        for run in runs:
+            waiting += run
+            while (count := self._room(waiting)) < len(waiting):
+                yield waiting[:count]
+                waiting = waiting[count:]
+        if waiting:
+            yield waiting
+
+    def _room(self, documents: Documents) -> int:
+        """Return how many of the next documents belong into one batch: at least one."""
+        ends = np.cumsum([len(text) for text in documents.texts[:_BATCH_DOCUMENTS]])
+        return max(1, int(np.searchsorted(ends, self._batch_characters, side="right")))
 
     def _encode(self, part: FileSlice, batch: Documents, skipped: Counter[str]) -> tuple[Documents, Encoded]:
         """Return the documents and their ids.
@@ -115,8 +141,10 @@ class ItemEncoder:
 class _ItemShards(ShardSequence):
     """The shards that one item puts into one store, each document with `end` after it."""
 
-    def __init__(self, folder: Path, item_number: int, dtype: "np.dtype[Any]", end: Sequence[int]) -> None:
-        super().__init__(folder, dtype.name, f"shard-{item_number:06}-{{:03}}".format)
+    def __init__(
+        self, folder: Path, item_number: int, dtype: "np.dtype[Any]", end: Sequence[int], max_documents: int
+    ) -> None:
+        super().__init__(folder, dtype.name, f"shard-{item_number:06}-{{:03}}".format, max_documents)
         self._little_endian, self._end = dtype, end
 
     def extend(self, documents: Documents, encoded: Encoded, path: str) -> None:
@@ -130,20 +158,3 @@ class _ItemShards(ShardSequence):
             num_tokens = sum(lengths[:count])
             target.extend(tokens[:num_tokens].tobytes(), lengths[:count], path, offsets, lines)
             documents, lengths, tokens = documents[count:], lengths[count:], tokens[num_tokens:]
-
-
-def _batches(runs: Iterable[Documents]) -> Iterator[Documents]:
-    waiting = Documents.of([])
-    for run in runs:
-        waiting += run
-        while (count := _room(waiting)) < len(waiting):
-            yield waiting[:count]
-            waiting = waiting[count:]
-    if waiting:
-        yield waiting
-
-
-def _room(documents: Documents) -> int:
-    """Return how many of the next documents belong into one batch: at least one."""
-    ends = np.cumsum([len(text) for text in documents.texts[:_BATCH_DOCUMENTS]])
-    return max(1, int(np.searchsorted(ends, _BATCH_CHARACTERS, side="right")))

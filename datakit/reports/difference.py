@@ -17,8 +17,7 @@ from datakit.format.shard import Int64s, ShardIndex, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, quoted
 
-_WINDOW_DOCUMENTS = 1 << 18
-_WINDOW_TOKENS = 1 << 19
+WINDOW_DOCUMENTS, WINDOW_TOKENS = 1 << 18, 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,24 @@ class Difference:
     right: Side | None
 
 
-def find_difference(left: TokenStore, right: TokenStore) -> Difference | None:
-    """Return the first difference of two stores, None if they hold the same documents."""
-    streams = _Stream(left), _Stream(right)
+def find_difference(
+    left: TokenStore,
+    right: TokenStore,
+    *,
+    window_documents: int = WINDOW_DOCUMENTS,
+    window_tokens: int = WINDOW_TOKENS,
+) -> Difference | None:
+    """Return the first difference of two stores, None if they hold the same documents; memory is the two windows."""
+    streams = _Stream(left, window_documents), _Stream(right, window_documents)
     try:
-        document = _first_unequal_document(*streams)
+        document = _first_unequal_document(*streams, window_tokens)
     finally:
         for stream in streams:
             stream.close()
     return None if document is None else _describe(left, right, document)
 
 
-def _first_unequal_document(left: "_Stream", right: "_Stream") -> int | None:
+def _first_unequal_document(left: "_Stream", right: "_Stream", window_tokens: int) -> int | None:
     num_documents = min(left.store.num_documents, right.store.num_documents)
     document = token = 0
     while document < num_documents:
@@ -61,8 +66,8 @@ def _first_unequal_document(left: "_Stream", right: "_Stream") -> int | None:
         num_same = int(unequal[0]) if len(unequal) else count
         ends = token + np.cumsum(lengths[:num_same])
         stop = int(ends[-1]) if num_same else token
-        for start in range(token, stop, _WINDOW_TOKENS):
-            at = _first_unequal_token(left, right, start, min(start + _WINDOW_TOKENS, stop))
+        for start in range(token, stop, window_tokens):
+            at = _first_unequal_token(left, right, start, min(start + window_tokens, stop))
             if at is not None:
                 return document + int(np.searchsorted(ends, at, side="right"))
         if num_same < count:
@@ -96,8 +101,8 @@ def _describe(left: TokenStore, right: TokenStore, document: int) -> Difference:
 class _Stream:
     """One store read front to back: one shard is open at a time, its tokens are read and not mapped."""
 
-    def __init__(self, store: TokenStore) -> None:
-        self.store = store
+    def __init__(self, store: TokenStore, window_documents: int) -> None:
+        self.store, self._window_documents = store, window_documents
         self._number = -1
         self._index: ShardIndex
         self._file: BinaryIO | None = None
@@ -113,7 +118,7 @@ class _Stream:
             if token != self.store.token_starts[number]:
                 raise self._damaged("the lengths of its documents do not sum to its tokens")
         first = document - self.store.document_starts[number]
-        lengths = self._index.lengths[first : first + _WINDOW_DOCUMENTS].astype(np.int64)
+        lengths = self._index.lengths[first : first + self._window_documents].astype(np.int64)
         if lengths.min(initial=0) < 0:
             raise self._damaged(f"it has a document of {lengths.min()} tokens")
         return lengths

@@ -19,7 +19,7 @@ from threefold.errors import CheckFailed, quoted
 
 MAX_NAMED_SOURCES = 20
 _TABLE_TOKENS = 1 << 20
-_WINDOW_DOCUMENTS = 1 << 20
+WINDOW_DOCUMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,16 @@ class Statistics:
         return [(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in self.tags]
 
 
-def statistics(paths: Sequence[str | os.PathLike[str]]) -> Statistics:
-    """Return the statistics of these stores, together; damage that shows in an index is a CheckFailed."""
+def statistics(paths: Sequence[str | os.PathLike[str]], *, window_documents: int = WINDOW_DOCUMENTS) -> Statistics:
+    """Return the statistics of these stores, together; damage that shows in an index is a CheckFailed.
+
+    In memory are the lengths and sources of a window of documents.
+    """
     stores = [TokenStore.open(path) for path in paths]
     lengths, sources = _LengthCounts(), _SourceCounts()
     for store in stores:
         for number in range(len(store.manifest.shards)):
-            _count_shard(store, number, lengths, sources)
+            _count_shard(store, number, lengths, sources, window_documents)
     named, others = sources.ranked()
     return Statistics(
         stores=tuple(Counts(str(store.path), store.num_documents, store.num_tokens) for store in stores),
@@ -129,7 +132,9 @@ def statistics(paths: Sequence[str | os.PathLike[str]]) -> Statistics:
     )
 
 
-def _count_shard(store: TokenStore, number: int, lengths: "_LengthCounts", sources: "_SourceCounts") -> None:
+def _count_shard(
+    store: TokenStore, number: int, lengths: "_LengthCounts", sources: "_SourceCounts", window_documents: int
+) -> None:
     entry = store.manifest.shards[number]
     index = ShardIndex(store.path / f"{entry.name}.idx")  # not through the store, which would keep it mapped
     origins = store.origins(number)
@@ -138,8 +143,8 @@ def _count_shard(store: TokenStore, number: int, lengths: "_LengthCounts", sourc
         raise _damaged(store, index.path, what)
     num_tokens, paths = 0, origins.sources
     tags = [store.tags.of(number, path) for path in paths] if store.tags else [None] * len(paths)
-    for start in range(0, index.num_sequences, _WINDOW_DOCUMENTS):
-        window = index.lengths[start : start + _WINDOW_DOCUMENTS].astype(np.int64)
+    for start in range(0, index.num_sequences, window_documents):
+        window = index.lengths[start : start + window_documents].astype(np.int64)
         if window.min() < 0:
             raise _damaged(store, index.path, f"a document of {window.min()} tokens")
         num_tokens += int(window.sum())

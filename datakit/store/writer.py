@@ -29,8 +29,10 @@ def store_dtype(vocab_size: int) -> str:
 class StoreShardWriter:
     """Writes the `.bin`, `.idx` and `.origin` of one shard; memory is 24 bytes a document and its sources' paths."""
 
-    def __init__(self, stem: Path, dtype: str) -> None:
-        self._stem = stem
+    def __init__(
+        self, stem: Path, dtype: str, max_documents: int = MAX_SHARD_DOCUMENTS, max_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
+        self._stem, self._max_documents, self._max_bytes = stem, max_documents, max_bytes
         self._tokens = ShardWriter(stem, dtype)
         self._origins = OriginsWriter()
 
@@ -48,7 +50,7 @@ class StoreShardWriter:
         """Return how many of the next documents, of these many tokens each, belong into this shard."""
         shard = self._tokens
         sizes_before = (shard.num_tokens + np.cumsum(lengths) - lengths) * shard.dtype.itemsize
-        return min(int(np.count_nonzero(sizes_before < MAX_SHARD_BYTES)), MAX_SHARD_DOCUMENTS - shard.num_documents)
+        return min(int(np.count_nonzero(sizes_before < self._max_bytes)), self._max_documents - shard.num_documents)
 
     def add(self, tokens: bytes, path: str, offset_bytes: int, line: int) -> None:
         """Append one document: its tokens' little-endian bytes, its file, offset, and line from 0 in the work item."""
@@ -90,11 +92,13 @@ class StoreShardWriter:
 class ShardSequence:
     """The shards in a folder that documents go into one after the other: the next is opened where one is full.
 
-    `name` makes the name of the n-th.
+    `name` makes the name of the n-th; each has at most `max_documents`.
     """
 
-    def __init__(self, folder: Path, dtype: str, name: Callable[[int], str]) -> None:
-        self._folder, self._dtype, self._name = folder, dtype, name
+    def __init__(
+        self, folder: Path, dtype: str, name: Callable[[int], str], max_documents: int = MAX_SHARD_DOCUMENTS
+    ) -> None:
+        self._folder, self._dtype, self._name, self._max_documents = folder, dtype, name, max_documents
         self._open: StoreShardWriter | None = None
         self._finished: list[ShardEntry] = []
 
@@ -103,7 +107,8 @@ class ShardSequence:
         if self._open is not None and self._open.is_full:
             self.finish()
         if self._open is None:
-            self._open = StoreShardWriter(self._folder / self._name(len(self._finished)), self._dtype)
+            stem = self._folder / self._name(len(self._finished))
+            self._open = StoreShardWriter(stem, self._dtype, self._max_documents)
         return self._open
 
     def finish(self) -> list[ShardEntry]:
@@ -134,13 +139,11 @@ def write_store(
     folder, dtype = Path(path), store_dtype(vocab_size)
     with writing(folder):
         folder.mkdir(parents=True)
-    shards = ShardSequence(folder, dtype, "shard-{:06}-000".format)
+    shards = ShardSequence(folder, dtype, "shard-{:06}-000".format, min(shard_documents, MAX_SHARD_DOCUMENTS))
     for number, document in enumerate(documents):
         tokens = np.asarray(document, dtype=np.int64)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise UserError(f"document {number}: tokens from {tokens.min()} to {tokens.max()}, vocabulary {vocab_size}")
-        if shards.current().num_documents == shard_documents:
-            shards.finish()
         shards.current().add(tokens.astype(f"<{'u2' if STORE_DTYPES[dtype] == 2 else 'i4'}").tobytes(), "", 0, number)
     identity = TokenizerIdentity("none", "", vocab_size, None, eod_id)
     Manifest(dtype, identity, tuple(shards.finish())).write(folder)

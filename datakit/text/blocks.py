@@ -13,12 +13,14 @@ import zstandard
 from datakit.text.inputs import FileSlice, InputFile
 from threefold.errors import StorageError, UserError
 
-_READ_BYTES = 256 << 10  # well below what an allocator takes from the system again each time
+READ_BYTES = 256 << 10  # well below what an allocator takes from the system again each time
 _PACKED_READ_BYTES = 8 << 10  # zstd may expand a few bytes to 128 KiB: small reads bound what comes out at once
 _ZSTD_WINDOW_BYTES = 1 << 31  # archives made with `zstd --long=31` need it; memory is what a file's own window takes
 
 
-def read_blocks(part: FileSlice, digest: "xxhash.xxh3_64 | None" = None) -> Iterator[bytes]:
+def read_blocks(
+    part: FileSlice, digest: "xxhash.xxh3_64 | None" = None, read_bytes: int = READ_BYTES
+) -> Iterator[bytes]:
     """Return the uncompressed bytes of a slice, piece by piece; `digest` takes the bytes as they are in the file.
 
     UserError if compressed data is truncated or damaged, or if the file became shorter.
@@ -27,7 +29,7 @@ def read_blocks(part: FileSlice, digest: "xxhash.xxh3_64 | None" = None) -> Iter
     with part.file.open(stop=part.stop) as file:
         stream = file if digest is None else _Digesting(file, digest)
         try:
-            yield from _unpacked(stream, part)
+            yield from _unpacked(stream, part, read_bytes)
         except EOFError:
             raise UserError(
                 f"{path} is truncated: its compressed data ends too early", hint="copy or download it again"
@@ -44,7 +46,7 @@ def digest_of(file: InputFile, start: int, stop: int) -> str:
     """Return the XXH3-64 of the bytes [start, stop) of a file as they are there."""
     digest = xxhash.xxh3_64()
     with file.open(stop=stop) as stream:
-        for block in _plain(stream, FileSlice(file, start, stop)):
+        for block in _plain(stream, FileSlice(file, start, stop), READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
@@ -62,27 +64,27 @@ class _Digesting:
         return block
 
 
-def _unpacked(stream: Any, part: FileSlice) -> Iterator[bytes]:
+def _unpacked(stream: Any, part: FileSlice, read_bytes: int) -> Iterator[bytes]:
     match part.file.compression:
         case "gz":
             with gzip.GzipFile(fileobj=stream) as unpacked:
-                yield from iter(lambda: unpacked.read(_READ_BYTES), b"")
+                yield from iter(lambda: unpacked.read(read_bytes), b"")
         case "zst":
             zstd = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
             yield from _frames(stream, zstd.decompressobj)
         case "xz":
-            yield from _frames(stream, lzma.LZMADecompressor, _READ_BYTES)
+            yield from _frames(stream, lzma.LZMADecompressor, read_bytes)
         case "bz2":
-            yield from _frames(stream, bz2.BZ2Decompressor, _READ_BYTES)
+            yield from _frames(stream, bz2.BZ2Decompressor, read_bytes)
         case _:
-            yield from _plain(stream, part)
+            yield from _plain(stream, part, read_bytes)
 
 
-def _plain(stream: Any, part: FileSlice) -> Iterator[bytes]:
+def _plain(stream: Any, part: FileSlice, read_bytes: int) -> Iterator[bytes]:
     stream.seek(part.start)
     remaining = part.stop - part.start
     while remaining:
-        block = stream.read(min(_READ_BYTES, remaining))
+        block = stream.read(min(read_bytes, remaining))
         if not block:
             raise UserError(f"{part.file.path} became shorter while it was read", hint="rerun when it is complete")
         remaining -= len(block)

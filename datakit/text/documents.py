@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from datakit.files.remote_file import is_url
-from datakit.text.blocks import digest_of, read_blocks
+from datakit.text.blocks import READ_BYTES, digest_of, read_blocks
 from datakit.text.columns import read_columns, rows_before
 from datakit.text.formats import COLUMN_KINDS, SHOWN_BY, is_lines
 from datakit.text.inputs import FileSlice, InputFile
@@ -104,8 +104,16 @@ class DocumentReader:
     was found; `with_digest` then makes `digest`, the XXH3-64 of the slice's bytes as they are in the file.
     """
 
-    def __init__(self, part: FileSlice, rules: DocumentRules, *, with_digest: bool = False) -> None:
-        self._part, self._rules = part, rules
+    def __init__(
+        self,
+        part: FileSlice,
+        rules: DocumentRules,
+        *,
+        with_digest: bool = False,
+        read_bytes: int = READ_BYTES,
+        max_line_bytes: int = MAX_LINE_BYTES,
+    ) -> None:
+        self._part, self._rules, self._read_bytes, self._max_line_bytes = part, rules, read_bytes, max_line_bytes
         self._keys = list(dict.fromkeys(rules.text_key.split(",")))
         self._json = JsonText(self._keys)
         self._hash = xxhash.xxh3_64() if with_digest else None
@@ -125,7 +133,7 @@ class DocumentReader:
     def runs(self) -> Iterator[Documents]:
         """Return the documents some at a time: together 256 Ki characters and one document, or a block of lines."""
         if self._part.file.kind == "jsonl":
-            for offset, lines in _whole_lines(self._part, self._hash):
+            for offset, lines in self._whole_lines():
                 run = self._read_at_once(offset, lines) if len(lines) <= _AT_ONCE_BYTES else None
                 yield from self._runs_of(_split(offset, lines)) if run is None else [run]
         else:
@@ -202,7 +210,7 @@ class DocumentReader:
             return self._rows()
         if part.file.kind == "txt" and not self._is_text_lines():
             return iter([(0, self._whole_text())])
-        return (line for offset, lines in _whole_lines(part, self._hash) for line in _split(offset, lines))
+        return (line for offset, lines in self._whole_lines() for line in _split(offset, lines))
 
     def _rows(self) -> Iterator[tuple[int, bytes | None]]:
         """Return the joined texts of each row, None for one without a text."""
@@ -267,6 +275,35 @@ class DocumentReader:
             look = "--skip-invalid"
         return UserError(f"{part.file.shown}, line {line}: {message}", hint=hint or look)
 
+    def _whole_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Offset and bytes of some whole lines at a time, newlines included; a line over several blocks comes alone."""
+        part, offset = self._part, self._part.start
+        rest: list[bytes] = []  # a line that goes on in the next block
+        rest_bytes = 0
+        for block in read_blocks(part, self._hash, self._read_bytes):
+            if offset == 0 and not rest and part.file.kind == "jsonl":
+                require_lines(part.file, block)
+            begin, end = 0, block.rfind(b"\n") + 1
+            if rest and end:
+                begin = block.index(b"\n") + 1
+                line = b"".join([*rest, block[:begin]])
+                rest, rest_bytes = [], 0
+                yield offset, line
+                offset += len(line)
+            if begin < end:
+                yield offset, block[begin:end]
+                offset += end - begin
+            if end < len(block):
+                rest.append(block[end:])
+                rest_bytes += len(block) - end
+            if rest_bytes > self._max_line_bytes:
+                raise UserError(
+                    f"{part.file.path}: the line at byte {offset} is longer than {self._max_line_bytes} bytes",
+                    hint="one JSON document a line; is this file jsonl?",
+                )
+        if rest_bytes:
+            yield offset, b"".join(rest)
+
     def _too_large(self, size_bytes: int) -> StorageError:
         file = self._part.file
         what = f"{file.path}: a document of {size_bytes:,} bytes does not fit into memory"
@@ -281,36 +318,6 @@ def memory_hint(file: InputFile) -> str:
 def _lines_before(part: FileSlice) -> int:
     before = FileSlice(part.file, 0, part.start)
     return sum(block.count(b"\n") for block in read_blocks(before)) if part.start else 0
-
-
-def _whole_lines(part: FileSlice, digest: xxhash.xxh3_64 | None) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of some whole lines at a time, newlines included; a line over several blocks comes alone."""
-    offset = part.start
-    rest: list[bytes] = []  # a line that goes on in the next block
-    rest_bytes = 0
-    for block in read_blocks(part, digest):
-        if offset == 0 and not rest and part.file.kind == "jsonl":
-            require_lines(part.file, block)
-        begin, end = 0, block.rfind(b"\n") + 1
-        if rest and end:
-            begin = block.index(b"\n") + 1
-            line = b"".join([*rest, block[:begin]])
-            rest, rest_bytes = [], 0
-            yield offset, line
-            offset += len(line)
-        if begin < end:
-            yield offset, block[begin:end]
-            offset += end - begin
-        if end < len(block):
-            rest.append(block[end:])
-            rest_bytes += len(block) - end
-        if rest_bytes > MAX_LINE_BYTES:
-            raise UserError(
-                f"{part.file.path}: the line at byte {offset} is longer than {MAX_LINE_BYTES} bytes",
-                hint="one JSON document a line; is this file jsonl?",
-            )
-    if rest_bytes:
-        yield offset, b"".join(rest)
 
 
 def _split(offset: int, lines: bytes) -> Iterator[tuple[int, bytes]]:

@@ -64,9 +64,19 @@ NO_TERMS = Terms()
 class GigatokenEncoder:
     """gigatoken over a file of any kind; its cache is kept below about 96 MiB."""
 
-    def __init__(self, path: Path, terms: Terms | None = None) -> None:
-        """Open the engine; without terms, those that hold for any text are the reference's frame and no doubt."""
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        terms: Terms | None = None,
+        *,
+        max_cache_bytes: int = MAX_CACHE_BYTES,
+        check_characters: int = CHECK_CHARACTERS,
+    ) -> None:
+        """Open the engine; without terms, those that hold for any text are the reference's frame and no doubt.
+
+        Every `check_characters` it is looked whether the cache is within its bytes.
+        """
+        self._path, self._max_cache_bytes, self._check_characters = path, max_cache_bytes, check_characters
         self._engine: Any = None
         self._reference: Tokenizer | None = None
         self._terms = terms or Terms(*self._open_reference().frame())
@@ -85,7 +95,7 @@ class GigatokenEncoder:
         """Return the ids of each text; TextFault if both the engine and the reference give up on one."""
         texts = list(texts)
         self._num_characters += sum(map(len, texts))
-        if self._num_characters > CHECK_CHARACTERS:
+        if self._num_characters > self._check_characters:
             self._num_characters = 0
             if resident_bytes() > self._limit_bytes:
                 self._load()
@@ -186,7 +196,7 @@ class GigatokenEncoder:
     def _load(self) -> None:
         self._engine = None  # its cache goes before the new one comes
         self._engine = _open_engine(self._path)
-        self._limit_bytes = resident_bytes() + MAX_CACHE_BYTES
+        self._limit_bytes = resident_bytes() + self._max_cache_bytes
 
 
 class _Engine:

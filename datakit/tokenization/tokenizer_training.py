@@ -70,11 +70,17 @@ class TokenizerTraining:
             raise UserError(f"there is no pretokenizer {self.pretokenizer!r}", hint="--pretokenizer byte-level")
 
     def train(
-        self, inputs: Sequence[Input], output: str, report: Report, progress: Progress = lambda text, share: None
+        self,
+        inputs: Sequence[Input],
+        output: str,
+        report: Report,
+        progress: Progress = lambda text, share: None,
+        *,
+        every_s: float = SHOWN_EVERY_S,
     ) -> TrainedTokenizer:
         """Train on the inputs, which are as for `preprocess`, and write a `tokenizer.json`.
 
-        `progress` takes from a thread of its own, time and again, what is done and which share of it.
+        `progress` takes from a thread of its own, every so many seconds, what is done and which share of it.
         """
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -93,7 +99,7 @@ class TokenizerTraining:
         paths = paths_of(inputs, self.rules.text_key)
         files = find_inputs(paths, spool, report, but=[output])
         texts = TrainingTexts(files, self.rules, self.max_bytes)
-        with showing(lambda: progress(self._doing(texts), texts.share)):
+        with showing(lambda: progress(self._doing(texts), texts.share), every_s):
             library.train_from_iterator(texts, trainer)
         if texts.num_skipped:
             report(f"skipped {texts.num_skipped:,} invalid documents")
@@ -171,12 +177,12 @@ def made_pretokenizer(name: Pretokenizer) -> Any:
 
 
 @contextmanager
-def showing(show: Callable[[], None]) -> Iterator[None]:
+def showing(show: Callable[[], None], every_s: float) -> Iterator[None]:
     """Call a function time and again beside the block, on a thread that ends with it."""
     ended = threading.Event()
 
     def tick() -> None:
-        while not ended.wait(SHOWN_EVERY_S):
+        while not ended.wait(every_s):
             show()
 
     thread = threading.Thread(target=tick, name="datakit-progress", daemon=True)

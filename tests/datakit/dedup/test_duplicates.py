@@ -10,8 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.dedup import duplicates as module
-from datakit.dedup.duplicates import Duplicates, ItemHashes, are_duplicates_of, find_repeats, write_duplicates
+from datakit.dedup.duplicates import Duplicates, ItemHashes, Sizes, are_duplicates_of, find_repeats, write_duplicates
 from datakit.format.output import Output
 from datakit.text.documents import Document, Documents
 from threefold.errors import UserError
@@ -61,19 +60,15 @@ SIZES = st.integers(1, 300)
 def test_duplicates_are_all_but_the_first_of_each_text(
     items: list[list[str]], bucket: int, hash_run: int, place_run: int, group: int, block: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as name:
-        patch.setattr(module, "_BUCKET_BYTES", max(bucket, 24))
-        patch.setattr(module, "_HASH_RUN_BYTES", hash_run)
-        patch.setattr(module, "_PLACE_RUN_BYTES", place_run)
-        patch.setattr(module, "_GROUP_DOCUMENTS", group)
-        patch.setattr(module, "_READ_ORDINALS", block)
+    sizes = Sizes(max(bucket, 24), hash_run, place_run, group)
+    with TemporaryDirectory() as name:
         output, expected = Output(name), naive(items)
         hashes = hashes_of(Path(name), items)
         assert not are_duplicates_of(output, hashes)
-        assert write_duplicates(output, hashes) == sum(map(len, expected))
+        assert write_duplicates(output, hashes, sizes) == sum(map(len, expected))
         assert are_duplicates_of(output, hashes)
         assert not are_duplicates_of(output, [*hashes, hashes[0]])
-        opened = Duplicates(output)
+        opened = Duplicates(output, read_ordinals=block)
         for number, texts in enumerate(items):
             duplicates, documents = opened.of_item(number), documents_of(texts)
             half = len(documents) // 2  # an item's documents come slice by slice
@@ -83,13 +78,11 @@ def test_duplicates_are_all_but_the_first_of_each_text(
             assert kept == [each for each in documents if each.line not in expected[number]]
 
 
-def test_the_most_buckets_and_groups_are_not_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BUCKETS", 7)
-    monkeypatch.setattr(module, "_BUCKET_BYTES", 24)
-    monkeypatch.setattr(module, "_GROUP_DOCUMENTS", 1)
+def test_the_most_buckets_and_groups_are_not_exceeded(tmp_path: Path) -> None:
     items = [[str(i % 60) for i in range(50)], [], [str(i % 70) for i in range(101)]]
     output = Output(str(tmp_path))
-    write_duplicates(output, hashes_of(tmp_path, items))
+    sizes = Sizes(bucket_bytes=24, group_documents=1, max_buckets=7)
+    write_duplicates(output, hashes_of(tmp_path, items), sizes)
     opened = Duplicates(output)
     found = [opened.of_item(number) for number in range(3)]
     for duplicates, texts, expected in zip(found, items, naive(items), strict=True):

@@ -32,10 +32,7 @@ def hashes_in(output: Output, item: WorkItem) -> ItemHashes | None:
     return found
 
 
-def test_the_hashes_are_those_of_the_texts_that_are_kept(
-    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 160)
+def test_the_hashes_are_those_of_the_texts_that_are_kept(tmp_path: Path, texts: list[str]) -> None:
     (tmp_path / "in").mkdir()
     lines = [json.dumps({"head": f"h{i}" if i % 3 else None, "body": text}) for i, text in enumerate(texts[:99])]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join([*lines, "no JSON"]))
@@ -43,7 +40,7 @@ def test_the_hashes_are_those_of_the_texts_that_are_kept(
     output, item, progress = output_in(tmp_path), item_of(tmp_path / "in"), list[Progress]()
     rules = DocumentRules("head,body", skip_invalid=True, skip_empty=True)
     assert hashes_in(output, item) is None
-    ItemHasher(output, rules).seal(item, progress.append)
+    ItemHasher(output, rules, block_bytes=160).seal(item, progress.append)
     joined = ["\n\n".join(filter(None, [f"h{i}" if i % 3 else "", text])) for i, text in enumerate(texts[:99])]
     kept = [*(text for text in joined if text.strip()), "größe"]
     found = hashes_in(output, item)

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.foreign import datatrove
 from datakit.foreign.datatrove import absent_numbers, from_datatrove
-from datakit.foreign.foreign_store import Choices
+from datakit.foreign.foreign_store import Choices, Pieces
 from tests.datakit.conftest import documents_of, files_of, mutate, named_or_sound
 from threefold.errors import CheckFailed, UserError
 
@@ -62,24 +62,21 @@ def test_windows_change_nothing(
     folder = tmp_path_factory.mktemp("d")
     documents = [[(i + j) % 300 for j in range(length)] for i, length in enumerate(lengths)]
     source = write_ds(folder / "a.ds", documents)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datatrove, "_WINDOW_DOCUMENTS", window)
-        assert documents_of(from_datatrove([source], folder / "s", Choices(tokenizer_path))) == documents
+    choices = Choices(tokenizer_path, pieces=Pieces(window_documents=window))
+    assert documents_of(from_datatrove([source], folder / "s", choices)) == documents
 
 
 @pytest.mark.parametrize("block_bytes", [2, 6, 1 << 20])
 def test_a_file_without_index_is_cut_after_the_end_of_document_token(
-    tmp_path: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+    tmp_path: Path, tokenizer_path: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(datatrove, "_BLOCK_BYTES", block_bytes)
+    choices = Choices(tokenizer_path, pieces=Pieces(block_bytes=block_bytes))
     source = write_ds(tmp_path / "a.ds", [[3, 1, 0], [0], [5, 5, 0], [7, 7]], index=False)
-    store = from_datatrove(
-        [source, write_ds(tmp_path / "b.ds", [[8]], index=False)], tmp_path / "s", Choices(tokenizer_path)
-    )
+    store = from_datatrove([source, write_ds(tmp_path / "b.ds", [[8]], index=False)], tmp_path / "s", choices)
     assert documents_of(store) == [[3, 1, 0], [0], [5, 5, 0], [7, 7], [8]]
     assert store.manifest.settings["documents"] == "eod"
     assert [store.origin(number).offset_bytes for number in range(5)] == [0, 6, 8, 14, 0]
-    whole = from_datatrove([source], tmp_path / "w", Choices(tokenizer_path, documents="items"))
+    whole = from_datatrove([source], tmp_path / "w", replace(choices, documents="items"))
     assert documents_of(whole) == [[3, 1, 0, 0, 5, 5, 0, 7, 7]]
     with pytest.raises(UserError, match=r"a\.ds has no borders between documents, other sources have"):
         from_datatrove([source, write_ds(tmp_path / "c.ds", [[1]])], tmp_path / "m", Choices(tokenizer_path))

@@ -9,7 +9,6 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.foreign import exact_reader
 from datakit.foreign.exact_reader import ExactReader, open_exactly
 from threefold.errors import CheckFailed, UserError
 
@@ -23,17 +22,15 @@ def test_pieces_come_as_they_are(
 ) -> None:
     path, content = tmp_path_factory.mktemp("e") / "a", b"".join(pieces)
     path.write_bytes(PACK[compression](content))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact_reader, "_BLOCK_BYTES", block_bytes)
-        with open_exactly(path, compression, {"sha256": hashlib.sha256(content).hexdigest()}) as reader:
-            for number, piece in enumerate(pieces):
-                at = reader.at
-                if number % 2:
-                    reader.skip(len(piece))
-                else:
-                    assert reader.read(len(piece)) == piece
-                assert reader.at == at + len(piece)
-            reader.finish()
+    with open_exactly(path, compression, {"sha256": hashlib.sha256(content).hexdigest()}, block_bytes) as reader:
+        for number, piece in enumerate(pieces):
+            at = reader.at
+            if number % 2:
+                reader.skip(len(piece))
+            else:
+                assert reader.read(len(piece)) == piece
+            assert reader.at == at + len(piece)
+        reader.finish()
 
 
 def read_all(reader: ExactReader, size_bytes: int) -> None:

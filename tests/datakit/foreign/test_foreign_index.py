@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.foreign import foreign_index
 from datakit.foreign.foreign_index import ForeignIndex
 from threefold.errors import CheckFailed, UserError
 
@@ -30,16 +29,15 @@ def test_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
     assert read(tmp_path, '{"f": "0/shard.mds"}').file("f") == tmp_path / "0" / "shard.mds"
 
 
-def test_a_file_that_is_no_index_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_index_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is missing"):
         ForeignIndex.read(tmp_path / "index.json")
     with pytest.raises(CheckFailed, match="is damaged"):
         read(tmp_path, "{")
     with pytest.raises(CheckFailed, match="its content is not a JSON object"):
         read(tmp_path, "[]")
-    monkeypatch.setattr(foreign_index, "MAX_BYTES", 5)
-    with pytest.raises(CheckFailed, match="more than the 5 bytes"):
-        read(tmp_path, '{"a":1}')
+    with pytest.raises(CheckFailed, match="more than the 1 bytes"):
+        ForeignIndex.read(tmp_path / "index.json", max_bytes=1)
 
 
 @given(data=st.binary(max_size=60))

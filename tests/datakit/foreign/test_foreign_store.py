@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datakit import TokenStore, verify
-from datakit.foreign import foreign_store
 from datakit.foreign.conversion import convert_to_store
-from datakit.foreign.foreign_store import Choices
+from datakit.foreign.foreign_store import Choices, Pieces
 from datakit.foreign.mosaic import from_mds
 from datakit.format.output import Output
-from datakit.store import writer as store_writer
+from datakit.store.writer import StoreShardWriter
 from tests.datakit.conftest import documents_of, files_of
 from tests.datakit.foreign.test_mosaic import write_mds
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -90,23 +89,18 @@ def test_streams_of_several_sources_are_apart(tmp_path: Path, tokenizer_path: st
     assert [Path(store.origin(number).path).name for number in range(2)] == ["shard.00000.mds", "shard.00001.mds"]
 
 
-def test_a_document_that_never_ends_is_named(
-    tmp_path: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(foreign_store, "MAX_PIECE_BYTES", 100)
+def test_a_document_that_never_ends_is_named(tmp_path: Path, tokenizer_path: str) -> None:
+    choices = Choices(tokenizer_path, documents="eod", pieces=Pieces(max_document_bytes=100))
     source = write_rows(tmp_path / "in", [[1, 2], [0, 3], *[[1, 1]] * 20])
     with pytest.raises(CheckFailed, match=r"shard.00000.mds: document 1 has more than 100 bytes of tokens"):
-        from_mds([source], tmp_path / "s", Choices(tokenizer_path, documents="eod"))
+        from_mds([source], tmp_path / "s", choices)
 
 
 @pytest.mark.parametrize("group_bytes", [1, 200, 1 << 30])
-def test_groups_are_cut_by_size_and_shards_by_theirs(
-    tmp_path: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, group_bytes: int
-) -> None:
-    monkeypatch.setattr(foreign_store, "_GROUP_BYTES", group_bytes)
-    monkeypatch.setattr(store_writer, "MAX_SHARD_DOCUMENTS", 4)
+def test_groups_are_cut_by_size_and_shards_by_theirs(tmp_path: Path, tokenizer_path: str, group_bytes: int) -> None:
     rows = [[1, 2, 3][: 1 + i % 3] for i in range(13)]
-    store = from_mds([write_rows(tmp_path / "in", rows)], tmp_path / "s", Choices(tokenizer_path))
+    choices = Choices(tokenizer_path, pieces=Pieces(group_bytes=group_bytes, max_shard_documents=4))
+    store = from_mds([write_rows(tmp_path / "in", rows)], tmp_path / "s", choices)
     assert documents_of(store) == rows
     names = [shard.name for shard in store.manifest.shards]
     assert names == sorted(names)
@@ -114,9 +108,9 @@ def test_groups_are_cut_by_size_and_shards_by_theirs(
 
 
 def test_a_killed_conversion_is_continued(tmp_path: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_store, "_GROUP_BYTES", 1)
+    choices = Choices(tokenizer_path, pieces=Pieces(group_bytes=1))
     source = write_rows(tmp_path / "in", [[i, i + 1] for i in range(9)])
-    whole = files_of(from_mds([source], tmp_path / "whole", Choices(tokenizer_path)).path)
+    whole = files_of(from_mds([source], tmp_path / "whole", choices).path)
     write, adopt, left, steps_taken = Output.write, Output.adopt, 0, 0
 
     def step() -> None:
@@ -140,18 +134,18 @@ def test_a_killed_conversion_is_continued(tmp_path: Path, tokenizer_path: str, m
             patch.setattr(Output, "write", write_some)
             patch.setattr(Output, "adopt", adopt_some)
             with pytest.raises(KeyboardInterrupt):
-                from_mds([source], output, Choices(tokenizer_path))
+                from_mds([source], output, choices)
             if steps:
                 with pytest.raises(UserError, match="was begun from other sources"):
                     from_mds([source], output, Choices(tokenizer_path, documents="eod"))
             left, steps_taken = 99, 0
-            from_mds([source], output, Choices(tokenizer_path))
+            from_mds([source], output, choices)
             assert steps_taken == 8 - steps // 2 * 2 - (steps == 7)  # what was noted, or is there, is not made again
         assert files_of(output) == whole
         assert documents_of(TokenStore.open(output)) == [[i, i + 1] for i in range(9)]
     before = files_of(tmp_path / "whole")
     (tmp_path / "whole" / ".work").mkdir()  # as a kill after the manifest may leave it
-    from_mds([source], tmp_path / "whole", Choices(tokenizer_path))
+    from_mds([source], tmp_path / "whole", choices)
     assert files_of(tmp_path / "whole") == before
 
 
@@ -159,7 +153,7 @@ def test_a_killed_conversion_is_continued(tmp_path: Path, tokenizer_path: str, m
 def test_a_conversion_to_s3_that_was_killed_is_continued(
     tmp_path: Path, tokenizer_path: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, num_uploads: int
 ) -> None:
-    monkeypatch.setattr(foreign_store, "_GROUP_BYTES", 1)
+    choices = Choices(tokenizer_path, pieces=Pieces(group_bytes=1))
     source, upload, left, uploaded = write_rows(tmp_path / "in", [[i, i + 1] for i in range(6)]), Output.upload, 0, 0
 
     def upload_some(self: Output, *arguments: Any, **options: Any) -> None:
@@ -172,21 +166,21 @@ def test_a_conversion_to_s3_that_was_killed_is_continued(
     def kill(*_: object) -> None:
         raise KeyboardInterrupt
 
-    local = from_mds([source], tmp_path / "local", Choices(tokenizer_path))
+    local = from_mds([source], tmp_path / "local", choices)
     monkeypatch.setattr(Output, "upload", upload_some)
     left = num_uploads
     with monkeypatch.context() as patch:
         patch.setattr(Output, "commit", kill)
         with pytest.raises(KeyboardInterrupt):
-            from_mds([source], s3_url, Choices(tokenizer_path))
+            from_mds([source], s3_url, choices)
     assert not open_storage(s3_url).info("manifest.json")
     left, uploaded = 99, 0
-    found = from_mds([source], s3_url, Choices(tokenizer_path))
+    found = from_mds([source], s3_url, choices)
     assert uploaded == 6 - num_uploads // 3 * 3  # a group that was noted is not uploaded again
     storage = open_storage(s3_url)
     assert {info.key: storage.read(info.key) for info in storage.list()} == files_of(local.path)
     assert found.place == s3_url
-    assert from_mds([source], s3_url, Choices(tokenizer_path)).fingerprint == local.fingerprint
+    assert from_mds([source], s3_url, choices).fingerprint == local.fingerprint
 
 
 def test_a_bad_source_leaves_a_url_free(tmp_path: Path, tokenizer_path: str) -> None:
@@ -207,7 +201,7 @@ def test_a_full_disk_leaves_the_output_to_be_continued(
         raise StorageError("cannot write: no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_writer.StoreShardWriter, "finish", full)
+        patch.setattr(StoreShardWriter, "finish", full)
         with pytest.raises(StorageError):
             from_mds([source], tmp_path / "s", Choices(tokenizer_path))
     assert {path.name for path in (tmp_path / "s" / ".work").iterdir()} == {"assembly.json", "lock"}

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenShard, TokenStore, verify, write_store
-from datakit.foreign import megatron
-from datakit.foreign.foreign_store import Choices
+from datakit.foreign.foreign_store import Choices, Pieces
 from datakit.foreign.megatron import from_megatron, to_megatron
 from datakit.format.output import Output
 from datakit.format.shard import DTYPE_CODES, HEADER, MAGIC, VERSION, ShardWriter
@@ -111,11 +110,9 @@ def test_blocks_and_windows_change_nothing(
     folder = tmp_path_factory.mktemp("m")
     documents = [[(i + j) % 300 for j in range(length)] for i, length in enumerate(lengths)]
     prefix = write_dataset(folder / "d", documents)
-    with pytest.MonkeyPatch.context() as patch:
-        whole = from_megatron([prefix], folder / "whole", Choices(tokenizer_path))
-        patch.setattr(megatron, "_WINDOW_DOCUMENTS", window)
-        patch.setattr(megatron, "_BLOCK_BYTES", block_bytes)
-        cut = from_megatron([prefix], folder / "cut", Choices(tokenizer_path))
+    whole = from_megatron([prefix], folder / "whole", Choices(tokenizer_path))
+    pieces = Pieces(window_documents=window, block_bytes=block_bytes)
+    cut = from_megatron([prefix], folder / "cut", Choices(tokenizer_path, pieces=pieces))
     assert files_of(whole.path) == files_of(cut.path)
     assert not verify(cut.path)
     origins = cut.origins(0)

@@ -25,14 +25,15 @@ from tests.datakit.conftest import files_of, write_jsonl
 from threefold.errors import UserError
 
 
-def seal(output: Path, source: Path, recipe: Recipe) -> tuple[ItemRecord, list[Progress]]:
+def seal(output: Path, source: Path, recipe: Recipe, **sizes: int) -> tuple[ItemRecord, list[Progress]]:
     """Seal a file as item 7, in this process."""
     tokenizer = open_tokenizer(recipe.tokenizer)
     identity = identify(tokenizer, recipe.tokenizer, recipe.eod_token, required=True)
     [file] = find_inputs([str(source)])
     item = WorkItem(7, (FileSlice(file, 0, file.size_bytes),))
     progress: list[Progress] = []
-    ItemEncoder(Output(str(output)), recipe, ReferenceEncoder(tokenizer), identity).seal(item, progress.append)
+    sealing = ItemEncoder(Output(str(output)), recipe, ReferenceEncoder(tokenizer), identity, **sizes)
+    sealing.seal(item, progress.append)
     [record] = read_records(Output(str(output)), [item])
     assert record is not None
     return record, progress
@@ -48,9 +49,7 @@ def test_tokens_are_the_librarys_document_by_document(
 ) -> None:
     output = tmp_path_factory.mktemp("item")
     source = write_jsonl(output / "a.jsonl", texts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datakit.preprocessing.item._BATCH_CHARACTERS", batch)
-        record, progress = seal(output, source, Recipe(tokenizer_path, append_eod=append_eod))
+    record, progress = seal(output, source, Recipe(tokenizer_path, append_eod=append_eod), batch_characters=batch)
     library = Library.from_file(tokenizer_path)
     expected = [library.encode(text).ids + [library.token_to_id("<|endoftext|>")] * append_eod for text in texts]
     [entry] = record.shards[""]

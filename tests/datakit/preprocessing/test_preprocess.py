@@ -123,9 +123,7 @@ def test_split_shares_the_documents_by_their_text(
     assert [store.num_documents for store in summary.stores] == [train.num_documents, valid.num_documents]
 
 
-def test_shards_end_where_they_are_full(
-    tmp_path: Path, corpus: Path, tokenizer_path: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_end_where_they_are_full(tmp_path: Path, corpus: Path, tokenizer_path: str, texts: list[str]) -> None:
     from datakit.format.output import Output
     from datakit.preprocessing.item import ItemEncoder
     from datakit.store.item_records import read_records
@@ -133,12 +131,12 @@ def test_shards_end_where_they_are_full(
     from datakit.tokenization.encoder import ReferenceEncoder
     from datakit.tokenization.tokenizer import identify, open_tokenizer
 
-    monkeypatch.setattr("datakit.store.writer.MAX_SHARD_DOCUMENTS", 30)
     tokenizer = open_tokenizer(tokenizer_path)
     identity = identify(tokenizer, tokenizer_path, "<|endoftext|>", required=True)
     output = Output(str(tmp_path))
     [item] = cut(find_inputs([str(corpus / "a.jsonl")]), 1 << 30, split_txt=False)
-    ItemEncoder(output, Recipe(tokenizer_path), ReferenceEncoder(tokenizer), identity).seal(item)
+    encoder = ReferenceEncoder(tokenizer)
+    ItemEncoder(output, Recipe(tokenizer_path), encoder, identity, max_shard_documents=30).seal(item)
     [record] = read_records(output, [item])
     assert record is not None
     assert [shard.num_documents for shard in record.shards[""]] == [30, 30, 30, 11]

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import Recipe, TokenStore, preprocess, write_store
-from datakit.reports import difference
 from datakit.reports.difference import Difference, find_difference
 from tests.datakit.conftest import Cli, write_jsonl
 from threefold.errors import CheckFailed
@@ -42,10 +41,8 @@ def test_the_first_difference_is_found_whatever_the_cut(
         write_store(folder / name, documents, vocab_size=vocab_size, shard_documents=cut)
         for name, documents, vocab_size, cut in zip("lr", (left, right), vocabularies, cuts)
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(difference, "_WINDOW_DOCUMENTS", data.draw(st.integers(1, 4)))
-        patch.setattr(difference, "_WINDOW_TOKENS", data.draw(st.integers(1, 5)))
-        found = find_difference(*stores)
+    windows = {"window_documents": data.draw(st.integers(1, 4)), "window_tokens": data.draw(st.integers(1, 5))}
+    found = find_difference(*stores, **windows)
     assert (None if found is None else (found.document, found.token)) == expected(left, right)
     if found is not None:
         for documents, side in ((left, found.left), (right, found.right)):
@@ -58,15 +55,14 @@ def test_the_first_difference_is_found_whatever_the_cut(
             assert side.token == (document[found.token] if found.token < len(document) else None)
 
 
-def test_one_token_in_any_window_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(difference, "_WINDOW_TOKENS", 1000)
+def test_one_token_in_any_window_is_found(tmp_path: Path) -> None:
     documents = [[7] * 997 for _ in range(20)]
     left = write_store(tmp_path / "l", documents, vocab_size=9)
     for at in (0, 996, 997, 1000, 9999, 20 * 997 - 1):
         changed = [list(document) for document in documents]
         changed[at // 997][at % 997] = 8
         right = write_store(tmp_path / str(at), changed, vocab_size=9, shard_documents=3)
-        found = find_difference(left, right)
+        found = find_difference(left, right, window_tokens=1000)
         assert found is not None
         assert (found.document, found.token) == divmod(at, 997)
 

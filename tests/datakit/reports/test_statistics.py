@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import Recipe, TokenStore, preprocess, write_store
-from datakit.reports import statistics as module
 from datakit.reports.statistics import _LengthCounts, statistics
 from tests.datakit.conftest import Cli, write_jsonl
 from threefold.errors import CheckFailed
@@ -47,9 +46,8 @@ def store(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer_
     return TokenStore.open(folder / "s")
 
 
-def test_sources_are_counted(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WINDOW_DOCUMENTS", 7)
-    found = statistics([store.path])
+def test_sources_are_counted(store: TokenStore) -> None:
+    found = statistics([store.path], window_documents=7)
     tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     for number in range(store.num_documents):

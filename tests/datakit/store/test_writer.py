@@ -47,24 +47,19 @@ def test_batches_leave_no_trace(
 def test_room_is_what_fits_one_by_one(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], max_bytes: int, max_documents: int
 ) -> None:
-    writer = StoreShardWriter(tmp_path_factory.mktemp("shard") / "shard", "uint16")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datakit.store.writer.MAX_SHARD_BYTES", max_bytes)
-        patch.setattr("datakit.store.writer.MAX_SHARD_DOCUMENTS", max_documents)
-        room, added = writer.room(lengths), 0
-        for length in lengths:
-            if writer.is_full:
-                break
-            writer.add(bytes(2 * length), "file", 0, added)
-            added += 1
+    writer = StoreShardWriter(tmp_path_factory.mktemp("shard") / "shard", "uint16", max_documents, max_bytes)
+    room, added = writer.room(lengths), 0
+    for length in lengths:
+        if writer.is_full:
+            break
+        writer.add(bytes(2 * length), "file", 0, added)
+        added += 1
     writer.abandon()
     assert room == added
 
 
-def test_a_shard_is_full_at_its_bytes_or_its_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datakit.store.writer.MAX_SHARD_BYTES", 8)
-    monkeypatch.setattr("datakit.store.writer.MAX_SHARD_DOCUMENTS", 5)
-    writer = StoreShardWriter(tmp_path / "shard", "uint16")
+def test_a_shard_is_full_at_its_bytes_or_its_documents(tmp_path: Path) -> None:
+    writer = StoreShardWriter(tmp_path / "shard", "uint16", max_documents=5, max_bytes=8)
     assert [writer.room([2] * 9), writer.room([100, 1]), writer.room([0] * 9), writer.room([])] == [2, 1, 5, 0]
     writer.extend(bytes(6), [3], "file", [0], [0])
     assert not writer.is_full

@@ -95,7 +95,8 @@ def test_lines_read_at_once_are_those_read_one_by_one(
     [file] = find_inputs([str(path)])
 
     def outcome() -> tuple[Any, ...]:
-        reader = DocumentReader(FileSlice(file, 0, file.size_bytes), rules, with_digest=True)
+        part = FileSlice(file, 0, file.size_bytes)
+        reader = DocumentReader(part, rules, with_digest=True, read_bytes=block_bytes)
         found, error = list[Document](), None
         try:
             found.extend(reader)  # keeps what came before a fault
@@ -104,15 +105,13 @@ def test_lines_read_at_once_are_those_read_one_by_one(
         return found, error, reader.num_lines, list(reader.skipped.items()), reader.num_replaced, reader.digest
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datakit.text.blocks._READ_BYTES", block_bytes)
         at_once = outcome()
         patch.setattr(JsonText, "find_all", lambda *_: None)
         assert at_once == outcome()
 
 
 def test_only_a_block_with_an_odd_line_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, odd = b'{"text": "x"}\n', b'{"a": NaN, "text": "x"}\n'
-    monkeypatch.setattr("datakit.text.blocks._READ_BYTES", 10 * len(plain))
+    plain, odd = b'{"text": "%s"}\n' % (b"x" * 26_000), b'{"a": NaN, "text": "x"}\n'  # ten lines a block
     path = tmp_path / "a.jsonl"
     path.write_bytes(plain * 20 + odd + plain * 99)
     singles = list[bytes]()
@@ -239,12 +238,12 @@ def test_damaged_compressed_files_are_refused(tmp_path: Path, suffix: str) -> No
         read(path)
 
 
-def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datakit.text.documents.MAX_LINE_BYTES", 1 << 20)
+def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * (3 << 20))
-    with pytest.raises(UserError, match="line at byte 0 is longer"):
-        read(path)
+    [file] = find_inputs([str(path)])
+    with pytest.raises(UserError, match="line at byte 0 is longer than 1048576 bytes"):
+        list(DocumentReader(FileSlice(file, 0, file.size_bytes), DocumentRules(), max_line_bytes=1 << 20))
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:

@@ -138,9 +138,7 @@ def test_a_fault_of_the_reference_names_its_text_in_the_batch(tmp_path: Path, to
 def test_a_cache_that_grew_is_dropped(tokenizer_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter([100, 150, 301, 100, 200])
     monkeypatch.setattr(fast_encoder, "resident_bytes", lambda: next(resident))
-    monkeypatch.setattr(fast_encoder, "MAX_CACHE_BYTES", 200)
-    monkeypatch.setattr(fast_encoder, "CHECK_CHARACTERS", 2)
-    engine = GigatokenEncoder(Path(tokenizer_path))
+    engine = GigatokenEncoder(Path(tokenizer_path), max_cache_bytes=200, check_characters=2)
     loaded = [engine._engine]
     for _ in range(3):
         assert engine.encode_batch(["the", "store"])[0].size
@@ -156,8 +154,8 @@ import sys
 from pathlib import Path
 import numpy as np
 from datakit.tokenization import fast_encoder
-fast_encoder.MAX_CACHE_BYTES, fast_encoder.CHECK_CHARACTERS = 16 << 20, 1 << 18
-engine, random = fast_encoder.GigatokenEncoder(Path(sys.argv[1])), np.random.default_rng(0)
+engine = fast_encoder.GigatokenEncoder(Path(sys.argv[1]), max_cache_bytes=16 << 20, check_characters=1 << 18)
+random = np.random.default_rng(0)
 before, peak = fast_encoder.resident_bytes(), 0
 for _ in range(80):
     words = random.integers(97, 123, (20000, 9), dtype=np.uint8)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -192,12 +193,12 @@ def test_faulty_sidecars(tmp_path: Path, content: bytes, fault: str) -> None:
         open_tokenizer(path)
 
 
-def test_sizes_are_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_path: Path) -> None:
-    monkeypatch.setattr(rank_file, "MAX_SIDECAR_BYTES", 10)
-    with pytest.raises(UserError, match="is larger than 10 bytes"):
+def test_sizes_are_capped(tmp_path: Path, rank_path: Path) -> None:
+    os.truncate(sidecar_path(rank_path), rank_file.MAX_SIDECAR_BYTES + 1)  # zeros that take no disk
+    with pytest.raises(UserError, match=f"is larger than {4 << 20} bytes"):
         open_tokenizer(rank_path)
-    monkeypatch.setattr(rank_file, "MAX_RANK_FILE_BYTES", 10)
-    with pytest.raises(UserError, match="more than a rank file's 10"):
+    os.truncate(rank_path, rank_file.MAX_RANK_FILE_BYTES + 1)
+    with pytest.raises(UserError, match=f"more than a rank file's {32 << 20}"):
         open_tokenizer(rank_path)
 
 

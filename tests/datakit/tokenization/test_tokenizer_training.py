@@ -106,14 +106,12 @@ def test_a_report_for_programs(tmp_path: Path, cli: Cli, texts: list[str], capsy
     assert found["fingerprint"] == open_tokenizer(tmp_path / "t.json").fingerprint
 
 
-def test_progress_is_shown_while_it_lasts(tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import datakit.tokenization.tokenizer_training as module
-
-    monkeypatch.setattr(module, "SHOWN_EVERY_S", 0.001)
+def test_progress_is_shown_while_it_lasts(tmp_path: Path, texts: list[str]) -> None:
     shown: list[tuple[str, float]] = []
     source = str(write_jsonl(tmp_path / "a.jsonl", texts * 20))
     training = TokenizerTraining(vocab_size=400)
-    training.train([source], str(tmp_path / "t.json"), lambda _: None, lambda text, share: shown.append((text, share)))
+    output, show = str(tmp_path / "t.json"), lambda text, share: shown.append((text, share))
+    training.train([source], output, lambda _: None, show, every_s=0.001)
     shares = [share for _, share in shown]
     assert shares == sorted(shares)
     assert shares[-1] <= 1.0

@@ -4,7 +4,6 @@ import gzip
 import json
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,11 +30,11 @@ def test_a_text_that_is_too_large_is_cut_if_there_is_no_other() -> None:
     assert sample(iter([("a", "x" * 9), ("b", "yy")]), 5) == ["yy"]
 
 
-def corpus(folder: Path) -> Path:
+def corpus(folder: Path, size: int = 5) -> Path:
     """Three files of texts that say where they are from, one of them compressed."""
     folder.mkdir()
     for name in ("a", "b", "c"):
-        lines = "".join(json.dumps({"text": f"{name} {number:05}"}) + "\n" for number in range(4000))
+        lines = "".join(json.dumps({"text": f"{name} {number:0{size}}"}) + "\n" for number in range(4000))
         path = folder / (f"{name}.jsonl" + (".gz" if name == "c" else ""))
         path.write_bytes(gzip.compress(lines.encode(), mtime=0) if name == "c" else lines.encode())
     return folder
@@ -55,14 +54,13 @@ def test_a_sample_is_of_all_inputs_and_of_all_their_parts(tmp_path: Path) -> Non
     assert list(TrainingTexts(files, DocumentRules(), max_bytes=7 * 600)) == found
 
 
-def test_of_large_inputs_parts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datakit.tokenization.training_texts as module
-
-    monkeypatch.setattr(module, "_MIN_BYTES", 4096)
-    files = find_inputs([str(corpus(tmp_path / "corpus"))])
-    texts = TrainingTexts(files, DocumentRules(), max_bytes=70)
-    assert len(list(texts)) == 10
+def test_of_large_inputs_parts_are_read(tmp_path: Path) -> None:
+    files = find_inputs([str(corpus(tmp_path / "corpus", 1000))])  # 4 MB each, of which 1 MiB is read
+    texts = TrainingTexts(files, DocumentRules(), max_bytes=10_020)
+    found = list(texts)
+    assert len(found) == 10
     assert texts.share == 1.0
+    assert max(int(text[2:]) for text in found if text[0] != "c") < 1100
 
 
 def test_all_of_it_is_read_without_a_bound(tmp_path: Path) -> None:
