@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FIRST_BYTES, BLOCK_BYTES, NUM_AHEAD = 256 << 10, 4 << 20, 3
 _MAX_STORAGES = 64  # each holds a client; an input may have any number of folders
+_SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "THREEFOLD_")  # how names begin of what clients take from the environment
 
 
 class RemoteFile(io.RawIOBase):
@@ -99,18 +100,21 @@ def is_url(path: str) -> bool:
 def storage_of(url: str) -> tuple[Storage, str]:
     """Return the storage that holds an object, and its key there.
 
-    Connections are shared by all that is in a bucket; of other URLs by what is in a folder.
+    Connections are shared by all that is in a bucket; of other URLs by what is in a folder. Where the environment has
+    come to name another server or other keys, that is another storage.
     """
+    settings = tuple((name, os.environ[name]) for name in os.environ if name.startswith(_SETTINGS))
     scheme = url.partition("://")[0]
     if scheme in OBJECT_STORES:
         bucket, key = split_url(url)
-        return _storage(f"{scheme}://{bucket}"), key
+        return _storage(f"{scheme}://{bucket}", settings), key
     folder, _, name = url.rpartition("/")
-    return _storage(folder), name
+    return _storage(folder, settings), name
 
 
 @lru_cache(_MAX_STORAGES)
-def _storage(url: str) -> Storage:
+def _storage(url: str, settings: tuple[tuple[str, str], ...]) -> Storage:
+    del settings
     return open_repeating(url)
 
 

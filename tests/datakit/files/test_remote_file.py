@@ -16,6 +16,7 @@ from threefold.storage.fsspec import FsspecStorage
 from threefold.storage.repeating import RepeatingStorage
 from tools import fault_proxy
 from tools.fault_proxy import FaultProxy
+from tools.s3_server import Server
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_a_request_that_fails_is_repeated_and_then_raised(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torn = Fault(TemporaryFailure("torn"), ("read_ranges",), times=2)
-    monkeypatch.setattr(remote_file, "_storage", lambda url: RepeatingStorage(FaultStorage(open_storage(url), torn)))
+    monkeypatch.setattr(remote_file, "_storage", lambda url, _: RepeatingStorage(FaultStorage(open_storage(url), torn)))
     file = RemoteFile(f"local://{tmp_path}/a")  # alone: what reads ahead would mix with it
     assert file.read(60) == content[:60]
     assert torn.num_met == 2
@@ -96,8 +97,18 @@ def test_torn_answers_of_an_object_store_are_read_again(
 ) -> None:
     content = random.Random(2).randbytes(11 << 20)
     open_storage(s3_url).write("a", content)
-    remote_file._storage.cache_clear()
     s3_proxy.fault = fault_proxy.Fault(kind, method="GET", skip=1, times=2, after_bytes=100_000)
     with io.BufferedReader(RemoteFile(f"{s3_url}/a"), 1 << 20) as stream:
         assert stream.read() == content
     assert s3_proxy.num_faults == 2
+
+
+def test_a_server_that_the_environment_names_later_is_asked_from_then_on(
+    s3_url: str, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook that goes from one server to another."""
+    open_storage(s3_url).write("a", b"here")
+    with FaultProxy(s3_server.port) as proxy, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        assert RemoteFile(f"{s3_url}/a").read(4) == b"here"
+    assert RemoteFile(f"{s3_url}/a").read(4) == b"here"

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +14,6 @@ import pytest
 import zstandard
 
 from datakit import Recipe, preprocess
-from datakit.files import remote_file
 from datakit.text.inputs import find_inputs
 from tests.datakit.conftest import Cli, begin_upload, files_of, write_jsonl
 from threefold.errors import StorageError, UserError
@@ -24,14 +22,6 @@ from threefold.storage.stale_uploads import abort_stale_uploads
 from tools.fault_proxy import Fault, FaultProxy
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def fresh_storages() -> Iterator[None]:
-    """Storages are kept open in a process; each test has a server or proxy of its own."""
-    remote_file._storage.cache_clear()
-    yield
-    remote_file._storage.cache_clear()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from datakit import Recipe, preprocess
-from datakit.files import remote_file
 from datakit.preprocessing.sources import FILE_NAME, Sources
 from datakit.text.inputs import cut, find_inputs
 from tests.datakit.conftest import files_of, write_jsonl
@@ -84,7 +83,6 @@ def test_a_store_without_a_record_is_complete_and_a_damaged_record_is_named(corp
 
 
 def test_a_change_behind_a_url_is_told_by_its_etag(corpus: Path, recipe: Recipe, s3_url: str) -> None:
-    remote_file._storage.cache_clear()
     storage = open_storage(f"{s3_url}/corpus")
     storage.write("a.jsonl", b'{"text": "one"}\n')
     run(recipe, place=f"{s3_url}/corpus")
@@ -98,7 +96,6 @@ def test_a_change_behind_a_url_is_told_by_its_etag(corpus: Path, recipe: Recipe,
 def test_planning_asks_once_a_cut_and_a_complete_store_is_known_by_listing(
     corpus: Path, recipe: Recipe, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
-    remote_file._storage.cache_clear()
     storage = open_storage(f"{s3_url}/corpus")
     for number in range(12):
         storage.write(f"{number}.jsonl", (corpus / "a.jsonl").read_bytes())

@@ -232,7 +232,7 @@ def test_s3_gone_in_mid_save_is_survived(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     s3_proxy.fault = Fault("reset", method="PUT", times=2)
     flags = ["--save", s3_url, "--save-interval", 4, "--train-steps", 12, "--metrics", tmp_path / "m.jsonl"]
-    assert call("train", job_config, *flags, "--checkpoint.retry-s", 0) == 0
+    assert call("train", job_config, *flags, "--checkpoint.retry-s", 0) == 0, capsys.readouterr().err
     assert "warning: the save of step 4 failed: " in capsys.readouterr().err
     assert committed_steps(open_storage(s3_url))[-1] == 12
     assert list(curve(tmp_path / "m.jsonl")) == list(range(1, 13))
