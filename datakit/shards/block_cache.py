@@ -248,7 +248,8 @@ class BlockCache:
 def shared_cache(folder: str | Path, cache_mib: int) -> BlockCache:
     """Return the cache in a folder, the same for all stores of the process; errors as of BlockCache.
 
-    UserError if it is not a folder of this machine, or of so many MiB. Of several figures the least holds.
+    UserError if it is not a folder of this machine, or of so many MiB. Of several figures the least holds,
+    unless the folder was removed meanwhile.
     """
     if not isinstance(cache_mib, int) or cache_mib < 1:
         raise UserError(f"a cache has a whole number of MiB, 1 or more, not {cache_mib!r}", hint="cache_mib=10240")
@@ -261,7 +262,7 @@ def shared_cache(folder: str | Path, cache_mib: int) -> BlockCache:
     place, max_bytes = Path(folder).absolute(), cache_mib << 20
     with _lock:
         found = _caches.get(place)
-        if found is None:
+        if found is None or not place.exists():  # then it bounds nothing, whoever holds it still
             found = _caches[place] = BlockCache(place, max_bytes)
         found.max_bytes = min(found.max_bytes, max_bytes)
     return found

@@ -279,6 +279,14 @@ def test_two_figures_for_one_folder_are_the_less(tmp_path: Path) -> None:
     assert shared_cache(tmp_path / "cache", 64).max_bytes == 64 << 20
 
 
+def test_a_figure_ends_with_its_folder(tmp_path: Path) -> None:
+    small = shared_cache(tmp_path / "cache", 2)  # as garbage would that was not collected yet
+    shutil.rmtree(tmp_path / "cache")
+    cache = shared_cache(tmp_path / "cache", 32)
+    assert (small.max_bytes, cache.max_bytes) == (2 << 20, 32 << 20)
+    assert get(small, "one") == get(cache, "one") == content("one")
+
+
 def test_a_block_too_large_is_one_error(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, 4 * SIZE)
     with pytest.raises(
