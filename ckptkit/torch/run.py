@@ -184,11 +184,16 @@ class Run(AnyRun, Closing):
     def rollback(self, step: int, *, dry_run: bool = False) -> RollbackReport:
         """Make a committed step the newest: set all newer ones aside; UserError if one is pinned.
 
-        Where the first tier is each node's own: on every node, and in slower tiers.
+        A save of this Run that still runs is waited for. Where the first tier is each node's own: on every node, and in
+        slower tiers.
         """
+        self._collect(wait=True)
         if not self.is_of_nodes:
             return super().rollback(step, dry_run=dry_run)
-        return self._places.rollback(step, self._opened_exchange(), dry_run=dry_run)
+        report = self._places.rollback(step, self._opened_exchange(), dry_run=dry_run)
+        if not dry_run:
+            self._last_step, self.whole_step = None, step
+        return report
 
     @property
     def is_of_nodes(self) -> bool:

@@ -19,8 +19,9 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.handoff.protocol import SaveOutcome, TierCopy
 from ckptkit.io.striping import Striper
-from ckptkit.loading.roots import read_root, root_info, root_key
+from ckptkit.loading.roots import committed_attempt, read_root, root_key
 from ckptkit.plan.cover import Cover
+from ckptkit.runs.rollback import quarantine
 from ckptkit.writer.commit import commit_root, wait_for_parts
 from ckptkit.writer.maintenance import Maintenance
 from threefold.backoff import Backoff
@@ -208,7 +209,8 @@ class _TierThread:
 def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:
     """Copy one writer's files of a step; the leader then waits for the other writers' and commits.
 
-    Files that an earlier try left whole are not copied again, and nothing is touched once the step is committed.
+    Files that an earlier try left whole are not copied again, and nothing is touched once the step is committed. A
+    replica that holds another try of the step, which its node saved again since, loses that one.
     """
     seat, step = tier_copy.target, tier_copy.target.step
     source, storage = open_storage(tier_copy.source.url), open_storage(seat.url)
@@ -217,10 +219,11 @@ def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:
         root = read_root(source, step)
         if root.attempt != seat.attempt:
             raise AlreadyExists(f"step {step} of {source.url} is of attempt {root.attempt} by now")
-    if root_info(storage, step) is not None:
-        if read_root(storage, step).attempt == seat.attempt:
-            sync_name(storage, root_key(step))
-            return  # the answer to an earlier try was lost
+    committed = committed_attempt(storage, step, seat.attempt)
+    if committed == seat.attempt:
+        sync_name(storage, root_key(step))
+        return  # the answer to an earlier try was lost
+    if committed is not None and not (seat.leads and tier_copy.of_node and quarantine(storage, step, committed)):
         raise AlreadyExists(f"step {step} of {storage.url} is committed already")
     if seat.leads and seat.num_writers > 1:
         storage.write(seat.copying_key, b"")

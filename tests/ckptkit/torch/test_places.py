@@ -14,6 +14,7 @@ from ckptkit import CheckpointerOptions, Node, Retention, Tier, nodes_of
 from ckptkit import Run as AnyRun
 from ckptkit.format.keys import step_folder
 from ckptkit.torch import LoadReport, Run
+from tests.ckptkit.support.saves import wait_until
 from tests.ckptkit.support.thread_exchange import ThreadExchange
 from threefold.errors import CheckFailed, StorageError, UserError
 
@@ -234,11 +235,16 @@ def test_rollback_goes_back_on_all_nodes(tmp_path: Path) -> None:
 
 def test_retention_keeps_as_many_steps_on_each_node_and_replica(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    job.save(1, 2, 3, 4, retention=Retention(keep_last=2))
+
+    def save(run: Run, rank: int) -> None:
+        for step in (1, 2, 3, 4):
+            run.save(step, state_of(rank, step))
+            run.wait()
+            wait_until(lambda: not run.copied_steps)  # one that copies pass over would be missing in the replica
+
+    job.run(save, retention=Retention(keep_last=2))
     assert job.steps() == [[3, 4], [3, 4]]
-    kept = AnyRun(job.replica("n1", "n0")).steps()
-    assert kept[-1] == 4
-    assert 1 not in kept  # one that copies passed over may be missing
+    assert AnyRun(job.replica("n1", "n0")).steps() == [3, 4]
 
 
 def test_one_folder_of_two_nodes_is_refused(tmp_path: Path) -> None:
@@ -303,6 +309,26 @@ def test_a_node_keeps_the_newest_step_that_all_hold_while_another_fails_to_save(
     for step in (4, 6):
         (job.disk("n1") / f"step-{step:09d}").unlink()
     assert job.load()[0].step == 2
+
+
+def test_a_step_that_was_rolled_back_to_stays_while_a_node_fails_to_save(tmp_path: Path) -> None:
+    job = Job(tmp_path, (1, 1), replica=False)
+
+    def save(run: Run, rank: int) -> None:
+        for step in (2, 4):
+            run.save(step, state_of(rank, step))
+            run.wait()
+        run.save(6, state_of(rank, 6))
+        run.rollback(4, dry_run=True)
+        assert run.whole_step == 4
+        assert run.rollback(4).set_aside == [6]  # also that of a save that ran
+        (job.disk("n1") / step_folder(8)).touch()
+        run.save(8, state_of(rank, 8))
+        with suppress(StorageError):
+            run.wait()
+
+    job.run(save, retention=Retention(keep_last=1))
+    assert job.steps() == [[4, 8], [4]]
 
 
 def test_a_start_that_loads_nothing_keeps_the_newest_whole_step_while_a_node_fails_to_save(tmp_path: Path) -> None:

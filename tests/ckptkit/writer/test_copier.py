@@ -477,6 +477,18 @@ def test_a_step_that_another_attempt_committed_is_left_as_it_is(tmp_path: Path) 
     assert contents(slow) == before
 
 
+def test_a_replica_of_an_older_try_gets_the_one_that_was_saved_again(tmp_path: Path) -> None:
+    fast, replica = tmp_path / "fast", tmp_path / "replica"
+    save_whole(replica, 1, SMALL, scale=3, attempt="older")  # copied while its node set it aside
+    save_whole(fast, 1, SMALL)
+    order = replace(tier_copy_of(fast, replica), of_node=True)
+    with pytest.raises(AlreadyExists, match="is committed already"):  # it is the leader's to decide
+        copy_to_tier(replace(order, target=replace(order.target, writer=1)))
+    copy_to_tier(order)
+    assert_holds(replica, 1, SMALL)
+    assert (replica / "step-000000001" / "damaged-root.json").exists()
+
+
 def test_memory_is_a_first_tier(tmp_path: Path) -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no /dev/shm")
