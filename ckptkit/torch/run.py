@@ -17,7 +17,6 @@ import torch
 from ckptkit.format.keys import check_step
 from ckptkit.handoff.report import SaveReport
 from ckptkit.loading.exchange import Exchange, agreed, on_all
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.fallback import first_sound
 from ckptkit.runs.rollback import RollbackReport
@@ -118,7 +117,7 @@ class Run(AnyRun, Closing):
         self._last_step = step
         pieces, late = plan.pieces, LateTensors(plan.late if overlap else {})
         if overlap:
-            pieces = [piece if piece.name in plan.late else _copied(piece) for piece in pieces]
+            pieces = [p if p.name in plan.late else replace(p, data=p.data.clone()) for p in pieces]
             self._hook(each for each in optimizers_in(state) if not swaps_weights(each))
         with paused_collection():
             checkpointer.save(
@@ -347,8 +346,3 @@ class Run(AnyRun, Closing):
         heard = agreed(exchange, lambda: json.dumps(self.newest()).encode() if exchange.rank == 0 else b"")
         newest: int | None = json.loads(heard[0])
         return newest
-
-
-def _copied(piece: Piece) -> Piece:
-    """Return a piece of memory of its own."""
-    return Piece(piece.name, piece.box, piece.start, piece.stop, piece.data.clone())
