@@ -2,8 +2,6 @@
 
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,82 +10,13 @@ import torch
 
 from ckptkit import CheckpointerOptions, Node, Retention, Tier, nodes_of
 from ckptkit import Run as AnyRun
-from ckptkit.format.keys import step_folder
-from ckptkit.torch import LoadReport, Run
+from ckptkit.torch import Run
+from tests.ckptkit.support.node_job import Job, state_of
 from tests.ckptkit.support.saves import wait_until
 from tests.ckptkit.support.thread_exchange import ThreadExchange
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, UserError
 
 Console = pytest.CaptureFixture[str]
-
-
-class Job:
-    """Ranks on nodes whose disks only they see: a rank has no path to another node's folder."""
-
-    def __init__(self, folder: Path, sizes: tuple[int, ...] = (2, 2), *, replica: bool = True, slower: int = 0) -> None:
-        starts = [sum(sizes[:number]) for number, size in enumerate(sizes) for _ in range(size)]
-        names = [f"n{number}" for number, size in enumerate(sizes) for _ in range(size)]
-        self.folder, self.nodes = folder, nodes_of(names, starts)
-        replicas = [Tier(f"{folder}/mounted/{{peer}}/replica/{{node}}")] if replica else []
-        self._tiers = (*replicas, *([Tier(f"{folder}/slow", every=slower)] if slower else []))
-
-    def disk(self, name: str) -> Path:
-        return self.folder / f"machine-{name}" / name
-
-    def replica(self, name: str, peer: str) -> Path:
-        return self.folder / "mounted" / peer / "replica" / name
-
-    def steps(self) -> list[list[int]]:
-        """The committed steps of each node's own disk."""
-        return [AnyRun(self.disk(node.name)).steps() for node in dict.fromkeys(self.nodes)]
-
-    def open(self, exchange: ThreadExchange, step: str = "", **options: Any) -> Run:
-        node = self.nodes[exchange.rank]
-        made = CheckpointerOptions(node=node, tiers=self._tiers, deadline_s=5, retry_s=0, **options)
-        url = f"{self.folder}/machine-{node.name}/{{node}}{step}"
-        return Run(url, made, exchange=None if exchange.size == 1 else exchange)
-
-    def run(self, function: Callable[[Run, int], Any], **options: Any) -> list[Any]:
-        """Call a function with the run of each rank and the rank's number."""
-
-        def work(exchange: ThreadExchange) -> Any:
-            with self.open(exchange, **options) as run:
-                return function(run, exchange.rank)
-
-        return ThreadExchange(len(self.nodes)).run(work)
-
-    def save(self, *steps: int, **options: Any) -> None:
-        def save(run: Run, rank: int) -> None:
-            for step in steps:
-                run.save(step, state_of(rank, step), {"loss": float(step + rank)})
-                run.wait()
-
-        self.run(save, **options)
-
-    def load(self, step: int | None = None, *, strict: bool = True) -> list[LoadReport]:
-        """Load on all ranks, which all have to hold what was saved bit for bit."""
-
-        def load(run: Run, rank: int) -> LoadReport:
-            state = state_of(rank, 0)
-            report = run.load(state, step, strict=strict)
-            expected = state_of(rank, report.step)
-            for one, other in zip(state["model"].parameters(), expected["model"].parameters(), strict=True):
-                assert torch.equal(one, other)
-            assert torch.equal(state["plain"], state_of(0, report.step)["plain"])
-            assert (state["step"], state["own"]["rank"]) == (report.step, rank if strict else state["own"]["rank"])
-            return report
-
-        return self.run(load)
-
-
-def state_of(rank: int, step: int) -> dict[str, Any]:
-    """Parameters that are equal on all ranks, a plain tensor that is not, and values of each rank."""
-    values = torch.Generator().manual_seed(step)
-    model = torch.nn.Sequential(torch.nn.Linear(300, 500, bias=False), torch.nn.Linear(500, 7), torch.nn.Linear(7, 7))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, generator=values)
-    plain = torch.full((1000,), 10.0 * step + rank)
-    return {"model": model, "plain": plain, "own": {"rank": rank, "of": torch.full((3,), rank)}, "step": step}
 
 
 def damage(folder: Path, step: int, writer: int) -> Path:
@@ -290,79 +219,3 @@ def test_a_rank_that_is_on_another_node_than_all_say_is_refused(tmp_path: Path) 
 
     with pytest.raises(UserError, match="by what all ranks say it is on"):
         ThreadExchange(2).run(load)
-
-
-def test_a_node_keeps_the_newest_step_that_all_hold_while_another_fails_to_save(tmp_path: Path) -> None:
-    job = Job(tmp_path, replica=False)
-
-    def save(run: Run, rank: int) -> None:
-        run.save(2, state_of(rank, 2))
-        run.wait()
-        for step in (4, 6):
-            (job.disk("n1") / f"step-{step:09d}").touch()  # so that no folder can be made there
-            run.save(step, state_of(rank, step))
-            with suppress(StorageError):
-                run.wait()
-
-    job.run(save, retention=Retention(keep_last=1), max_failed_saves=5)
-    assert job.steps() == [[2, 6], [2]]
-    for step in (4, 6):
-        (job.disk("n1") / f"step-{step:09d}").unlink()
-    assert job.load()[0].step == 2
-
-
-def test_a_step_that_was_rolled_back_to_stays_while_a_node_fails_to_save(tmp_path: Path) -> None:
-    job = Job(tmp_path, (1, 1), replica=False)
-
-    def save(run: Run, rank: int) -> None:
-        for step in (2, 4):
-            run.save(step, state_of(rank, step))
-            run.wait()
-        run.save(6, state_of(rank, 6))
-        run.rollback(4, dry_run=True)
-        assert run.whole_step == 4
-        assert run.rollback(4).set_aside == [6]  # also that of a save that ran
-        (job.disk("n1") / step_folder(8)).touch()
-        run.save(8, state_of(rank, 8))
-        with suppress(StorageError):
-            run.wait()
-
-    job.run(save, retention=Retention(keep_last=1))
-    assert job.steps() == [[4, 8], [4]]
-
-
-def test_a_start_that_loads_nothing_keeps_the_newest_whole_step_while_a_node_fails_to_save(tmp_path: Path) -> None:
-    job = Job(tmp_path, (1, 1), replica=False)
-    job.save(1)
-    (job.disk("n1") / step_folder(2)).touch()
-
-    def save(run: Run, rank: int) -> None:
-        run.save(2, state_of(rank, 2))
-        with suppress(StorageError):
-            run.wait()
-
-    job.run(save, retention=Retention(keep_last=1))
-    assert job.steps() == [[1, 2], [1]]
-
-
-def test_a_step_that_one_node_did_not_save_is_not_saved_and_can_be_saved_again(tmp_path: Path) -> None:
-    job = Job(tmp_path, (1, 1), replica=False)
-    in_the_way = job.disk("n1") / step_folder(2)
-
-    def work(run: Run, rank: int) -> list[bool]:
-        run.save(1, state_of(rank, 1))
-        found = [run.has_saved(1)]
-        if rank == 1:
-            in_the_way.write_text("")
-        run.has_saved(1)
-        for _ in range(2):
-            run.save(2, state_of(rank, 2))
-            found.append(run.has_saved(2))
-            with suppress(StorageError):
-                run.wait()
-            if rank == 1 and in_the_way.is_file():
-                in_the_way.unlink()
-        return found
-
-    assert job.run(work) == [[True, False, True]] * 2
-    assert [report.step for report in job.load()] == [2, 2]
