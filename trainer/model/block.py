@@ -15,22 +15,24 @@ from trainer.model.norm import Norm
 from trainer.model.op_choices import OpChoices
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
+from trainer.store.unit import Border, Unit
 
 SITE_ATTENTION, SITE_MLP = 0, 1  # the dropouts of a block; the embedding counts as a layer after the last
 
 
 class Block:
-    """One pre-norm layer; `number` is its place in the whole model."""
+    """One pre-norm layer behind the unit `before`: two units; `number` is its place in the whole model."""
 
     def __init__(
-        self, model: ModelConfig, store: ParameterStore, number: int, tensor: TensorParallel, choices: OpChoices
-    ) -> None:
+        self, model: ModelConfig, store: ParameterStore, number: int, tensor: TensorParallel, choices: OpChoices,
+        before: Unit | None,
+    ) -> None:  # fmt: skip
         prefix, self.number = f"layers.{number}", number
-        self.unit = unit = store.unit(prefix)
-        self.norm1 = Norm(model, unit, f"{prefix}.norm1", choices)
-        self.attention = Attention(model, unit, f"{prefix}.attn", tensor, choices, choices.windows[number])
-        self.norm2 = Norm(model, unit, f"{prefix}.norm2", choices)
-        self.mlp = MLP(model, unit, f"{prefix}.mlp", tensor, choices)
+        first, self.unit = store.unit(f"{prefix}.attn"), store.unit(f"{prefix}.mlp")
+        self.norm1 = Norm(model, first, f"{prefix}.norm1", choices, Border(before, first))
+        self.attention = Attention(model, first, f"{prefix}.attn", tensor, choices, choices.windows[number])
+        self.norm2 = Norm(model, self.unit, f"{prefix}.norm2", choices, Border(first, self.unit))
+        self.mlp = MLP(model, self.unit, f"{prefix}.mlp", tensor, choices)
 
     def __call__(self, x_TD: Tensor, branch_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the branch that is yet to be added to it, as it takes them.

@@ -18,7 +18,7 @@ from trainer.model.stages import stage_ranges
 from trainer.ops.rope import turns_at
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
-from trainer.store.unit import Unit, border
+from trainer.store.unit import Border, Unit
 
 
 class Chunk:
@@ -27,26 +27,28 @@ class Chunk:
     def __init__(
         self, config: Config, store: ParameterStore, mesh: ProcessMesh, choices: OpChoices, stage: int
     ) -> None:
-        self.config, self.tensor = (
-            config,
-            TensorParallel(mesh.tp, cuts_tokens(config), config.parallel.tp_overlap_parts),
-        )
+        self.config = config
+        self.tensor = TensorParallel(mesh.tp, cuts_tokens(config), config.parallel.tp_overlap_parts)
         model, num_stages = config.model, mesh.layout.num_stages
-        self.unit: Unit | None = None  # of the embedding
+        before: Unit | None = None
         if stage == 0:
-            self.unit = store.unit("embed")
-            self.embed = self.unit.weight("embed.weight")
-            self.positions = self.unit.weight_if_any("pos.weight")
-        layers = stage_ranges(config, store.table, num_stages)[stage]
-        self.blocks = [Block(model, store, number, self.tensor, choices) for number in layers]
-        self.head = Head(config, store, self.tensor, choices) if stage == num_stages - 1 else None
+            before = store.unit("embed")
+            self.begin = Border(None, before)
+            self.embed = before.weight("embed.weight")
+            self.positions = before.weight_if_any("pos.weight")
+        self.blocks = list[Block]()
+        for number in stage_ranges(config, store.table, num_stages)[stage]:
+            self.blocks.append(Block(model, store, number, self.tensor, choices, before))
+            before = self.blocks[-1].unit
+        self.end = Border(before, None)  # of a stage without a head
+        self.head = Head(config, store, self.tensor, choices, before) if stage == num_stages - 1 else None
 
     def forward(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
         """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [S]."""
         x_TD, branch_TD = self.hidden(received_TD, batch)
         if self.head is not None:
             return self.head.losses(x_TD, branch_TD, batch.labels_S, batch.weights_S)
-        return x_TD if branch_TD is None else x_TD + branch_TD
+        return self.end.cross(x_TD if branch_TD is None else x_TD + branch_TD)
 
     def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this stage's layers, and the branch that is yet to be added to it."""
@@ -57,15 +59,12 @@ class Chunk:
         if model.position == "rope":
             frequencies_H = rotary_frequencies(model, device=x_TD.device)
             batch = replace(batch, turns_SH=turns_at(batch.positions_S, frequencies_H, x_TD.dtype))
-        before = self.unit
         for block in self.blocks:
-            x_TD, branch_TD = border(before, block.unit, x_TD, branch_TD)
-            before = block.unit
             if self.config.train.recompute == "full":
                 x_TD, branch_TD = recompute(block, x_TD, branch_TD, batch)
             else:
                 x_TD, branch_TD = block(x_TD, branch_TD, batch)
-        return border(before, None if self.head is None else self.head.unit, x_TD, branch_TD)
+        return x_TD, branch_TD
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """Return the logits of the whole vocabulary of each row's last token, for a model on one pipeline stage."""
@@ -76,7 +75,7 @@ class Chunk:
         return self.head.logits(x_TD[last], None if branch_TD is None else branch_TD[last])
 
     def _embedded(self, batch: MicroBatch) -> Tensor:
-        start, _ = border(None, self.unit, anchor(batch.tokens_S.device))
+        start = self.begin.cross(anchor(batch.tokens_S.device))
         x_TD = embed_tokens(batch.tokens_S, self.embed, self.tensor, start)
         if self.positions is not None:
             x_TD = x_TD + lookup(batch.own(batch.positions_S), self.positions, start)

@@ -11,21 +11,25 @@ from trainer.parallel.cross_entropy import vocab_cross_entropy
 from trainer.parallel.linear_cross_entropy import linear_cross_entropy, tokens_at_once
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
-from trainer.store.unit import border
+from trainer.store.unit import Border, Unit
 
 
 class Head:
-    """Norm and output matrix, which is the embedding's if they are tied: two units.
+    """Norm and output matrix, which is the embedding's if they are tied: two units behind the unit `before`.
 
     If logits are made in parts, the matrix's gradient is made in the forward, and the norm's in the backward.
     """
 
-    def __init__(self, config: Config, store: ParameterStore, tensor: TensorParallel, choices: OpChoices) -> None:
+    def __init__(
+        self, config: Config, store: ParameterStore, tensor: TensorParallel, choices: OpChoices, before: Unit | None
+    ) -> None:
         model, group = config.model, tensor.group
         self.tensor, self.choices, self.group, self.vocab_size = tensor, choices, group, model.vocab_size
         self.z_loss, self.max_bytes = config.train.z_loss, config.train.max_logits_gib * 2**30
-        self.unit, self.matrix_unit = store.unit("norm"), store.unit("head")
-        self.norm = Norm(model, self.unit, "norm", choices)
+        unit, self.matrix_unit = store.unit("norm"), store.unit("head")
+        self.norm = Norm(model, unit, "norm", choices, Border(before, unit))
+        self.norm_end, self.inner = Border(unit, None), Border(unit, self.matrix_unit)
+        self.end = Border(self.matrix_unit, None)
         self.matrix = self.matrix_unit.weight("embed.weight" if model.tie_embeddings else "head.weight")
         num_rows = self.matrix.shape[0]
         self.first_row = group.index * num_rows
@@ -41,22 +45,22 @@ class Head:
         at_once = tokens_at_once(len(x_SD), self.matrix.shape[0] * x_SD.itemsize, self.max_bytes)
         if at_once < len(x_SD):
             part = VocabularyPart(self.first_row, self.num_true_rows, form)
-            x_SD, _ = border(self.unit, None, x_SD)
+            x_SD = self.norm_end.cross(x_SD)
             with self.matrix_unit.passing(adds=weights_S is not None):
                 return linear_cross_entropy(
                     x_SD, self.matrix, labels_S, part, self.group, weights_T=weights_S, z_loss=z_loss,
                     tokens_at_once=at_once,
                 )  # fmt: skip
-        x_SD, _ = border(self.unit, self.matrix_unit, x_SD)
+        x_SD = self.inner.cross(x_SD)
         loss_S = vocab_cross_entropy(
             linear(x_SD, self.matrix), labels_S, first_row=self.first_row, num_true_rows=self.num_true_rows,
             group=self.group, z_loss=z_loss, form=form,
         )  # fmt: skip
-        return border(self.matrix_unit, None, loss_S)[0]
+        return self.end.cross(loss_S)
 
     def logits(self, x_TD: Tensor, branch_TD: Tensor | None) -> Tensor:
         """Return the logits of the whole vocabulary, [T, vocabulary]."""
-        h_TD, _ = border(self.unit, self.matrix_unit, self.norm(x_TD, branch_TD)[0])
-        logits_TV, _ = border(self.matrix_unit, None, linear(h_TD, self.matrix))
+        h_TD = self.inner.cross(self.norm(x_TD, branch_TD)[0])
+        logits_TV = self.end.cross(linear(h_TD, self.matrix))
         rows_RTV = self.group.all_gather_rows(logits_TV)
         return rows_RTV.movedim(0, 1).flatten(1)[:, : self.vocab_size]

@@ -76,7 +76,7 @@ class Updates:
             count, most = late
             left_out = [is_bad.where(count == number, torch.ones_like(is_bad)) for number in range(most + 1)]
         for name, rate, decay, table in self._tables:
-            factored = replace(optim, weight_decay=optim.weight_decay * decay)
+            factored = optim if decay == 1.0 else replace(optim, weight_decay=optim.weight_decay * decay)
             for number, flag in enumerate(left_out):
                 OPTIMIZERS[name].update(table, factored, lr * rate, updates - number, is_bad=flag, **others)
 

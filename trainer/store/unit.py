@@ -1,12 +1,14 @@
-"""Unit: weights that passes use together, those of a block, of the embedding or of the head, and where passes begin.
+"""Unit: weights that passes use together, those of an attention, an MLP or the head, and the borders between units.
 
-Between two units is a border: an empty node of the graph. Its forward is the end of the one's pass and the begin of the
-other's, its backward the same the other way round. All that a unit adds to gradients comes between the two borders, or
-is put off in that order with the borders as marks. So the end of a pass needs no count of what came before it.
+Going forward over a border is the end of the one's pass and the begin of the other's, going backward the same the other
+way round. The norm that a unit begins with goes over it; where there is none an empty node of the graph does. All that
+a unit adds to gradients comes between two borders, or is put off in that order with the borders as marks. So the end of
+a pass needs no count of what came before it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class Unit:
             bucket.access.reads = True
 
     def release(self) -> None:
-        """End a pass that reads them."""
+        """End a pass that reads them; one that has ended stays so."""
         for bucket in self.buckets:
             bucket.access.reads = False
 
@@ -94,37 +96,44 @@ class Unit:
         self.release()
 
 
-def border(
-    before: Unit | None, after: Unit | None, x: Tensor, branch: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return what goes from one unit to another, unchanged; None is what no unit of this stage makes, or takes."""
-    if torch.is_grad_enabled():
-        return _Border.apply(before, after, x, branch)
-    _forward(before, after)
-    return x, branch
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Between the units before and after it; None is what no unit of this stage makes, or takes."""
+
+    before: Unit | None
+    after: Unit | None
+
+    def forward(self) -> None:
+        """End the forward pass of the one, begin that of the other."""
+        if self.before is not None:
+            self.before.release()
+        if self.after is not None:
+            self.after.use()
+
+    def backward(self) -> None:
+        """End the backward pass of the other, begin that of the one."""
+        if self.after is not None:
+            self.after.end_backward()
+        if self.before is not None:
+            self.before.begin_backward()
+
+    def cross(self, x: Tensor) -> Tensor:
+        """Return x, which goes over the border, unchanged."""
+        if torch.is_grad_enabled():
+            return _Cross.apply(x, self)
+        self.forward()
+        return x
 
 
-def _forward(before: Unit | None, after: Unit | None) -> None:
-    if before is not None:
-        before.release()
-    if after is not None:
-        after.use()
-
-
-class _Border(torch.autograd.Function):
+class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, before: Unit | None, after: Unit | None, x: Tensor, branch: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.before, ctx.after = before, after
+    def forward(ctx: Any, x: Tensor, border: Border) -> Tensor:
+        ctx.border = border
         ctx.set_materialize_grads(False)
-        _forward(before, after)
-        return x, branch
+        border.forward()
+        return x
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor | None, dbranch: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.after is not None:
-            ctx.after.end_backward()
-        if ctx.before is not None:
-            ctx.before.begin_backward()
-        return None, None, dx, dbranch
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Tensor | None, None]:
+        ctx.border.backward()
+        return dx, None

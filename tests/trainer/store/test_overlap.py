@@ -131,9 +131,23 @@ def begins_of_the_first_step(rank: int, config: Config, *, network: Network) -> 
 def test_a_sum_begins_where_the_last_pass_of_its_units_ends_in_the_first_step_too() -> None:
     for found in run_threads(1, begins_of_the_first_step, config("gpt2", "tp1")):
         first = next(place for place, event in enumerate(found) if event.startswith("sum"))
-        layers = [event for n in (2, 1, 0) for event in (f"end layers.{n}", *[f"sum layers.{n}"] * 2)]
+        layers = [event for n in (2, 1, 0)
+                  for event in (f"end layers.{n}.mlp", f"end layers.{n}.attn",
+                                *[f"sum layers.{n}.attn and layers.{n}.mlp"] * 2)]  # fmt: skip
         assert found[first - 2 :] == ["end head", "end norm", "sum norm", *layers, "end embed", "sum embed and head",
                                       "sum embed"]  # fmt: skip
+
+
+def test_the_sum_of_an_mlp_begins_before_the_backward_of_its_attention() -> None:
+    """Where it has a bucket of its own."""
+    made = config("llama", "tp1", bucket_mib=0)
+    for found in run_threads(1, begins_of_the_first_step, made):
+        for layer in range(3):
+            names = f"layers.{layer}.mlp", f"layers.{layer}.attn"
+            place = found.index(f"sum {names[0]}")
+            assert found[place - 1 :][:6] == [
+                f"end {names[0]}", *[f"sum {names[0]}"] * 3, f"end {names[1]}", f"sum {names[1]}"
+            ]  # fmt: skip
 
 
 def test_a_gradient_made_in_the_forward_is_in_at_its_end() -> None:

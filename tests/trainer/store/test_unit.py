@@ -16,7 +16,7 @@ from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Network
-from trainer.store.unit import Unit, border
+from trainer.store.unit import Border, Unit
 
 Patch = pytest.MonkeyPatch
 
@@ -182,13 +182,12 @@ def test_a_border_changes_nothing_and_comes_once_a_pass() -> None:
     engine = make_engine(0, config("llama", "tp1"))
     one, two = (Noted(name, lambda name: None, engine.store.wgrads, lambda unit: None) for name in ("one", "two"))
     x = torch.arange(3.0, requires_grad=True)
-    y, branch = border(one, two, *border(None, one, x, 2 * x))
+    y = Border(one, two).cross(Border(None, one).cross(x))
     assert events == ["use one", "release one", "use two"]
     assert torch.equal(y, x)
-    assert torch.equal(branch, 2 * x)
     events.clear()
     with engine.store.wgrads.putting_off() as put_off:
-        (y + branch).sum().backward()
+        (3 * y).sum().backward()
     assert x.grad.tolist() == [3.0] * 3
     assert events == ["release two", "use one", "release one"]
     for each in put_off:
@@ -196,5 +195,5 @@ def test_a_border_changes_nothing_and_comes_once_a_pass() -> None:
     assert events[3:] == ["end two", "begin one", "end one"]
     events.clear()
     with torch.no_grad():
-        assert border(one, None, x)[0] is x
+        assert Border(one, None).cross(x) is x
     assert events == ["release one"]

@@ -45,7 +45,7 @@ def masks_of_the_layer_above(patch: Patch) -> None:
 
     def init(real: Any, self: Block, model: Any, store: Any, number: int, *rest: Any) -> None:
         real(self, model, store, number, *rest)
-        self.attention.window = rest[-1].windows[(number + 1) % 2]
+        self.attention.window = self.attention.choices.windows[(number + 1) % 2]
 
     wrapping(Block, "__init__", init)(patch)
 
