@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.record import add_option
 from tools.s3_server import start, stop
 
 
@@ -41,6 +42,7 @@ def main_of(description: str, commands: Sequence[str], kill_all: Callable[[Path,
     parser.add_argument("--seed", type=int, default=1, help="of the kill moments")
     parser.add_argument("--places", nargs="+", choices=["local", "s3"], default=["local", "s3"])
     parser.add_argument("--commands", nargs="+", choices=commands, default=list(commands))
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)

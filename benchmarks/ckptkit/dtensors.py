@@ -24,6 +24,7 @@ from measuring import dd, drop_caches, files_below, parse_arguments, sync
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.record import Record
 from ckptkit.torch import Run
 
 WORLD_SIZE = 2
@@ -55,7 +56,7 @@ def rank_main(rank: int, arguments: argparse.Namespace, work: Path) -> None:
                 if turn:
                     times.setdefault(name, []).append(seconds)
     if rank == 0:
-        show(times, num_bytes)
+        show(times, num_bytes, arguments.record)
     dist.destroy_process_group()
 
 
@@ -122,8 +123,8 @@ def by_torch_checkpointing(place: Path, state: dict[str, DTensor]) -> dict[str, 
     }
 
 
-def show(times: dict[str, list[float]], num_bytes: int) -> None:
-    """Print the medians of each way, and what they are of those of ckptkit."""
+def show(times: dict[str, list[float]], num_bytes: int, record: Record) -> None:
+    """Print the medians of each way, and what they are of those of ckptkit; record the rates of save and load."""
     times["ckptkit save"] = [
         a + b for a, b in zip(times["ckptkit stall"], times.pop("ckptkit rest of save"), strict=True)
     ]
@@ -132,6 +133,11 @@ def show(times: dict[str, list[float]], num_bytes: int) -> None:
         base = "raw copy" if name == "ckptkit stall" else f"ckptkit {name.split()[-1]}"
         ratio = f"  {seconds / medians[base]:5.2f} of {base}" if base in medians and base != name else ""
         print(f"{name:<26} {seconds:6.3f} s  {num_bytes / seconds / 1e9:6.2f} GB/s{ratio}")
+    for kind in ("save", "load"):
+        rates = {name: num_bytes / seconds / 1e9 for name, seconds in medians.items() if name.endswith(kind)}
+        value, raw = rates.pop(f"ckptkit {kind}"), rates.pop(f"raw {kind}", None)
+        limit = {} if raw is None else {f"raw {kind}": raw}
+        record.add(f"a {kind} of DTensors on two processes", value, "GB/s", peer=rates, limit=limit)
 
 
 if __name__ == "__main__":

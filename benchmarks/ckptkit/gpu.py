@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from benchmarks.record import add_option
 from ckptkit import Box, Checkpointer, ParallelLayout, Piece, Placement, TensorInfo
 
 KINDS = {"": torch.bfloat16, "optim.master/": torch.float32, "optim.exp_avg/": torch.float32,
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=49152, help="tokens a step")
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--peer-saves", type=int, default=2)
+    add_option(parser)
     arguments = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     loop = Loop(hidden=arguments.hidden, layers=arguments.layers, tokens=arguments.tokens)
@@ -176,6 +178,7 @@ def main() -> None:
         "dcp.async_save": (lambda f: DcpSaves(f, state, pinned=False), arguments.peer_saves),
         "dcp.async_save, pinned": (lambda f: DcpSaves(f, state, pinned=True), arguments.peer_saves),
     }
+    stalls_s: dict[str, list[float]] = {}
     for name, (make, num_saves) in ways.items():
         with tempfile.TemporaryDirectory(prefix="gpu-", dir=arguments.folder) as temporary:
             folder = Path(temporary)
@@ -183,15 +186,24 @@ def main() -> None:
             saves = make(folder)
             print(f"{name}: ready in {time.perf_counter() - started:.1f} s")
             for number in range(num_saves):
-                measure(loop, saves, folder, number, usual_s=usual_s, raw_s=raw_s, num_bytes=num_bytes)
+                seconds = measure(loop, saves, folder, number, usual_s=usual_s, raw_s=raw_s, num_bytes=num_bytes)
+                stalls_s.setdefault(name, []).extend(seconds)
             saves.close()
+    stalls_ms = {name: 1e3 * statistics.median(seconds) for name, seconds in stalls_s.items() if seconds}
+    claim = f"what an overlapped save of {num_bytes / 1e9:.2f} GB stops a step"
+    peers = {name: stall_ms for name, stall_ms in stalls_ms.items() if name.startswith("dcp")}
+    limit = {"raw copy to page-locked memory": 1e3 * raw_s}
+    arguments.record.add(claim, stalls_ms["ckptkit, overlapped"], "ms", peer=peers, limit=limit)
     dist.destroy_process_group()
 
 
 def measure(
     loop: Loop, saves: OurSaves | DcpSaves, folder: Path, number: int, *, usual_s: float, raw_s: float, num_bytes: int
-) -> None:
-    """One save and the steps beside it, until it is durable; the GPU is as warm as in the usual steps."""
+) -> list[float]:
+    """Make one save and the steps beside it; return the seconds that it stopped the loop, none if it failed.
+
+    The last step ends after the save is durable, and the GPU is as warm as in the usual steps.
+    """
     for _ in range(10):
         loop.step()
     started = time.perf_counter()
@@ -206,7 +218,7 @@ def measure(
         saves.save(number)
     except Exception as error:  # a peer that fails is told, the others go on
         print(f"  save {number}: {type(error).__name__}: {error}", flush=True)
-        return
+        return []
     call_s = time.perf_counter() - started
     first_s = loop.step(join)
     later = [loop.step() for _ in range(10)]
@@ -220,6 +232,7 @@ def measure(
         + (f"failed: {error}" if error else f"durable after {seconds:.1f} s, {num_bytes / seconds / 1e9:.2f} GB/s"),
         flush=True,
     )
+    return [] if error else [call_s + held_s[0]]
 
 
 def raw_copy(state: dict[str, torch.Tensor]) -> float:

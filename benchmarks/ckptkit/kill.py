@@ -174,6 +174,9 @@ def kill_all(folder: Path, arguments: argparse.Namespace) -> int:
         for fault in tally.faults:
             print(f"    {fault}")
     print(f"{faulty} faults (target 0) in {time.monotonic() - started:.0f} s")
+    arguments.record.add(
+        "faults after commands were killed at random moments and run again", faulty, f"in {arguments.rounds} kills"
+    )
     return 1 if faulty else 0
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import obstore
 from obstore.store import S3Store
 
+from benchmarks.record import Record, add_option
 from ckptkit import Box, ParallelLayout, Piece, Placement, Root, TensorInfo, save
 from tools.fault_proxy import Fault, FaultProxy
 from tools.s3_server import start, stop
@@ -45,12 +46,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--delay-ms", type=float, default=20.0, help="by which the proxy holds answers back")
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="long-run-") as name, server(Path(name)) as (port, bucket):
         fill(bucket, Path(name), arguments.steps)
         with FaultProxy(port, Fault("latency", delay_s=arguments.delay_ms / 1000)) as proxy:
             os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{proxy.port}"
-            measure(proxy, bucket, f"s3://{bucket}/run", arguments.steps)
+            measure(proxy, bucket, f"s3://{bucket}/run", arguments.steps, arguments.record)
 
 
 @contextlib.contextmanager
@@ -95,7 +97,7 @@ def fill(bucket: str, folder: Path, num_steps: int) -> None:
     print(f"they fit in {-(-num_keys // LISTED_PER_REQUEST)} listings", flush=True)
 
 
-def measure(proxy: FaultProxy, bucket: str, url: str, num_steps: int) -> None:
+def measure(proxy: FaultProxy, bucket: str, url: str, num_steps: int, record: Record) -> None:
     """Run each verb once, and the bare client after it."""
     middle = f"{url}/step-{num_steps // 2:09d}"
     verbs = (
@@ -116,6 +118,9 @@ def measure(proxy: FaultProxy, bucket: str, url: str, num_steps: int) -> None:
         line = f"{' '.join(verb.arguments):<75} {num_requests:>6,} requests {seconds:7.2f} s   bare {bare_s:6.2f} s"
         num_deleted = sum(text.endswith("  deleted") for text in done.stdout.splitlines())
         print(f"{line} ({listings} of them listings)  {verdict(verb, num_requests, seconds, num_deleted)}", flush=True)
+        typed = " ".join(verb.arguments).replace(url, "RUN")
+        claim = f"`ckptkit {typed}` of {num_steps:,} steps on S3"
+        record.add(claim, seconds, "s", limit={"as many requests of a bare client": bare_s})
 
 
 def verdict(verb: Verb, num_requests: int, seconds: float, num_deleted: int) -> str:

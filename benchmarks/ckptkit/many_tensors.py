@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 import ckptkit
+from benchmarks.record import Record, add_option
 from ckptkit import Box, Cut, ParallelLayout, Partition, Piece, Placement, TensorInfo, plan_files
 
 SIZE, PER_LAYER, KINDS = 16, 10, ("master", "exp_avg", "exp_avg_sq")
@@ -40,9 +41,10 @@ def main() -> None:
     parser.add_argument(
         "--module", type=int, default=0, help="parameters of a module that a Run saves, and nothing else"
     )
+    add_option(parser)
     arguments = parser.parse_args()
     if arguments.module:
-        measure_module(arguments.module, arguments.repeats)
+        measure_module(arguments.module, arguments.repeats, arguments.record)
         return
     with tempfile.TemporaryDirectory(prefix="many-tensors-") as folder:
         run = Path(folder) / "run"
@@ -58,11 +60,15 @@ def main() -> None:
         for _ in range(arguments.repeats):
             for name, work in verbs.items():
                 found[name].append(work())
+        claim, times = f"of {arguments.tensors:,} tensors", {}
         for name, runs in found.items():
             seconds, cpu_s, rss = (statistics.median(column) for column in zip(*runs, strict=True))
+            times[name] = seconds
             print(
                 f"  {name:<18} {seconds:7.2f} s {cpu_s:7.2f} CPU s" + (f"  peak RSS {rss / 2**20:5.0f} MiB" * (rss > 0))
             )
+        for name, limit in (("reshard", "cp, sync -d"), ("verify --manifest", "json.loads(root)")):
+            arguments.record.add(f"`ckptkit {name}` {claim}", times[name], "s", limit={limit: times[limit]})
     seconds, cpu_s, num_files = plan(arguments.ranks)
     print(f"plan of a reshard to {arguments.ranks:,} ranks, {num_files:,} files of 2,000 tensors")
     print(f"  {'plan':<18} {seconds:7.2f} s {cpu_s:7.2f} CPU s  peak RSS {peak_rss() / 2**20:5.0f} MiB")
@@ -121,7 +127,7 @@ def plan(num_ranks: int) -> tuple[float, float, int]:
     return time.perf_counter() - started, time.process_time() - cpu_started, num_files
 
 
-def measure_module(num_parameters: int, repeats: int) -> None:
+def measure_module(num_parameters: int, repeats: int, record: Record) -> None:
     """Print medians of a Run and its peers, interleaved, and the ratios that count."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -170,6 +176,13 @@ def measure_module(num_parameters: int, repeats: int) -> None:
     ):  # fmt: skip
         ratios = [a / b for a, b in zip(medians[name], medians[peer], strict=True)]
         print(f"  {name} / {peer}: {ratios[0]:.2f} of the time, {ratios[1]:.2f} of the CPU time")
+    for verb, name, peer in (
+        ("first save", "Run.save, the first", "torch.save, sync"),
+        ("second save", "Run.save, the second", "torch.save, sync"),
+        ("load", "Run.load", "load_file, load_state_dict"),
+    ):
+        claim = f"a {verb} of {num_parameters:,} tensors by `ckptkit.torch.Run`"
+        record.add(claim, medians[name][0], "s", peer={peer: medians[peer][0]})
 
 
 def torch_save(model: Any, path: Path) -> None:

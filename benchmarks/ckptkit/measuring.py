@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.record import Record, add_option
 from ckptkit import Box, Cut, Piece, Placement, TensorInfo
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -57,6 +58,7 @@ def parse_arguments(description: str, **more: dict[str, Any]) -> argparse.Namesp
     parser.add_argument("--layers", type=int, default=16)
     for name, options in more.items():
         parser.add_argument(f"--{name}", **options)
+    add_option(parser)
     return parser.parse_args()
 
 
@@ -112,6 +114,13 @@ def show(timings: dict[str, Timing], num_bytes: int) -> None:
             f"{cpu:.2f} CPU-s/GB",
             flush=True,
         )
+
+
+def add_claim(record: Record, claim: str, ours: str, timings: dict[str, Timing], num_bytes: int) -> None:
+    """Record the rate of one way beside those of the others, the first of which is the raw limit."""
+    rates = {name: num_bytes / timing.median_s / 1e9 for name, timing in timings.items()}
+    raw, value = next(iter(rates)), rates.pop(ours)
+    record.add(claim, value, "GB/s", limit={raw: rates.pop(raw)}, peer=rates)
 
 
 def cpu_seconds() -> float:

@@ -28,6 +28,7 @@ import numpy as np
 import obstore
 from obstore.store import S3Store
 
+from benchmarks.record import Record, add_option
 from ckptkit import Box, Checkpointer, ParallelLayout, Piece, Placement, TensorInfo, restore
 from threefold.storage import Storage, open_storage
 from tools.s3_server import start, stop
@@ -43,10 +44,11 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=1, help="data files of the checkpoint: ranks that save in turn")
     parser.add_argument("--shared", action="store_true", help="let the server and its clients use the same cores")
     parser.add_argument("--url", help="where to write; a server of its own if left out")
+    add_option(parser)
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         url = arguments.url or stack.enter_context(own_server(arguments.shared))
-        measure(url, arguments.mib << 20, arguments.repeats, arguments.files)
+        measure(url, arguments.mib << 20, arguments.repeats, arguments.files, arguments.record)
 
 
 @contextlib.contextmanager
@@ -68,7 +70,7 @@ def own_server(is_shared: bool) -> Iterator[str]:
             os.sched_setaffinity(0, cores)
 
 
-def measure(url: str, num_bytes: int, repeats: int, num_files: int) -> None:
+def measure(url: str, num_bytes: int, repeats: int, num_files: int, record: Record) -> None:
     storage = open_storage(url)
     data = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
     loaded = np.zeros_like(data)
@@ -105,6 +107,9 @@ def measure(url: str, num_bytes: int, repeats: int, num_files: int) -> None:
     for ours, plain in pairs:
         ratio = statistics.median(a / b for a, b in zip(rates[ours], rates[plain], strict=True))
         print(f"{ours}: {ratio:.2f} of {plain}")
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    for ours, plain in (("save", "PUT objects"), ("load", "GET the files, copy")):
+        record.add(f"a {ours} of {num_bytes >> 20} MiB, S3", medians[ours], "GB/s", limit={plain: medians[plain]})
 
 
 class Saved:

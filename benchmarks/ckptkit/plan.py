@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from benchmarks.record import add_option
 from ckptkit import (
     ChunkTable,
     Coords,
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4096, help="a multiple of 64")
     parser.add_argument("--tensors", type=int, default=2000)
     parser.add_argument("--sample", type=int, default=64, help="ranks whose table is parsed as JSON")
+    add_option(parser)
     arguments = parser.parse_args()
     many = arguments.ranks // 8
     tensors = Partition(gpt_table(arguments.tensors), arguments.tensors // 8 + 1, ParallelLayout()).tensors
@@ -69,6 +71,7 @@ def main() -> None:
             ):
                 seconds, rss, said = alone(work, *given)
                 print(f"  {title:<24} {seconds:7.2f} s  peak RSS {rss >> 20:6,} MiB  {said}")
+                arguments.record.add(f"plan: {title}, of {arguments.ranks:,} ranks as {layout}", seconds, "s")
             scale = arguments.ranks / arguments.sample
             for title, parse in (("json", json.loads), ("orjson", orjson_loads)):
                 seconds, rss, said = alone(parse_json, sample, parse)

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from peer_layouts import PEERS, rank_table
 
+from benchmarks.record import Record, add_option
 from ckptkit import ParallelLayout, Piece, Run, restore_from
 
 LEGS = {"tp4-pp8": ("--tp", "4", "--pp", "8"), "tp1": (), "tp8-dp2-pp4": ("--tp", "8", "--pp", "4", "--dp", "2")}
@@ -43,14 +44,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pair-layouts", nargs="*", default=PAIRS, help="layouts of which each pair is read")
     parser.add_argument("--pairs-of", type=Path, help="a smaller run for the pairs; default: the run")
+    add_option(parser)
     arguments = parser.parse_args()
     print(f"load average before: {os.getloadavg()[0]:.2f}")
-    time_legs(arguments.run, arguments.repeats)
+    time_legs(arguments.run, arguments.repeats, arguments.record)
     with tempfile.TemporaryDirectory(prefix="pairs-", dir=arguments.run.absolute().parent) as folder:
         read_pairs(arguments.pairs_of or arguments.run, Path(folder), arguments.pair_layouts)
 
 
-def time_legs(run: Path, repeats: int) -> None:
+def time_legs(run: Path, repeats: int, record: Record) -> None:
     """Print how long offline reshards take beside cp."""
     seconds: dict[str, list[float]] = {name: [] for name in ("cp", *LEGS)}
     reports: dict[str, dict] = {}
@@ -77,6 +79,10 @@ def time_legs(run: Path, repeats: int) -> None:
             report = reports[name]
             share = report["bytes_read"] / report["bytes_needed"]
             line += f"  read / needed {share:.4f}  peak RSS {rss_bytes[name] >> 20} MiB"
+            claim = f"a reshard of {num_bytes / 1e9:.2f} GB to {name}, every byte verified"
+            peer, limit = {"`cp` and `sync`": num_bytes / copied / 1e9}, {"bytes read [of those needed]": share}
+            record.add(claim, num_bytes / median / 1e9, "GB/s", peer=peer, limit=limit)
+            record.add(f"{claim}: memory", rss_bytes[name] >> 20, "MiB")
         print(line)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.record import add_option
 from ckptkit import Box, Checkpointer, CheckpointerOptions, ParallelLayout, Piece, Placement, TensorInfo
 
 NUM_TENSORS = 64
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--window-mib", type=int, default=0, help="size of the window; 0: room for the whole state")
     parser.add_argument("--url", help="run URL to save to; a temporary folder if left out")
+    add_option(parser)
     arguments = parser.parse_args()
     folder = None if arguments.url else tempfile.mkdtemp(prefix="save-memory-")
     numel = (arguments.mib << 20) // 4 // NUM_TENSORS
@@ -54,6 +56,8 @@ def main() -> None:
     more_mib = max(peaks) - rest_mib
     print(f"state {arguments.mib} MiB, window {arguments.window_mib or 'none'}: at rest {rest_mib:.0f} MiB, with saves "
           f"{max(peaks):.0f} MiB: {more_mib:.0f} MiB more, {more_mib / arguments.mib:.2f}x the state")  # fmt: skip
+    claim = f"host memory of a save, window of {arguments.window_mib or arguments.mib} MiB"
+    arguments.record.add(claim, more_mib, "MiB", limit={"the state": arguments.mib})
     if folder:
         shutil.rmtree(folder)
 

@@ -33,6 +33,7 @@ from measuring import touch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from benchmarks.record import add_option
 from ckptkit import Box, Checkpointer, CheckpointerOptions, ParallelLayout, Piece, Placement, TensorInfo
 
 State = dict[str, torch.Tensor]
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=256, help="how many tensors the state has")
     parser.add_argument("--no-peers", action="store_true", help="our forms only")
     parser.add_argument("--url", help="folder to save to; a temporary one if left out")
+    add_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="save-stall-", dir=arguments.url))
@@ -109,8 +111,14 @@ def main() -> None:
                     print(f"{name}: failed: {failure!r}")
                     del forms[name]
     print("medians:")
-    for name, each in turns.items():
-        print(f"{name} ({len(each)}): {Turn(*map(statistics.median, zip(*each, strict=True)))}")
+    medians = {name: Turn(*map(statistics.median, zip(*saves, strict=True))) for name, saves in turns.items()}
+    for name, median in medians.items():
+        print(f"{name} ({len(turns[name])}): {median}")
+    stalls_ms = {name: 1e3 * median.stall_s for name, median in medians.items()}
+    claim = f"what an overlapped save of {arguments.gib:g} GiB stops a step, {arguments.device}"
+    peers = {name: stall_ms for name, stall_ms in stalls_ms.items() if name.startswith("dcp") and name in forms}
+    limit = {"raw copy": stalls_ms["overlapped"] / medians["overlapped"].ratio}
+    arguments.record.add(claim, stalls_ms["overlapped"], "ms", peer=peers, limit=limit)
     shutil.rmtree(folder)
 
 

@@ -24,6 +24,7 @@ import orjson
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # before the libraries are imported
 
 from benchmarks.datakit.families import FAMILIES, train_pieces
+from benchmarks.record import add_option
 from datakit import Encoder, Recipe, choose_backend, open_encoder, open_tokenizer, preprocess
 
 SHORT_CHARACTERS, BATCH_DOCUMENTS, BATCH_CHARACTERS = 120, 1024, 1 << 18
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--reference-mb", type=float, default=0.4, help="of text for the reference")
     parser.add_argument("--vocab-size", type=int, default=16000)
     parser.add_argument("--repeats", type=int, default=5)
+    add_option(parser)
     arguments = parser.parse_args()
     files = standard_library(int(arguments.mb * 1e6))
     whole = "".join(files)
@@ -104,6 +106,8 @@ def compare(family: str, path: Path, name: str, documents: Texts, arguments: arg
         f"{median['reference']:>9.2f}  {median['ours'] / raw:>5.2f} (>= {TARGETS[name]})  "
         f"{median['ours'] / median['reference']:>16.1f}   {choice.backend}, {counted} documents by the reference"
     )
+    claim, peer = f"tokenizing {name}, {family}, a thread", {"the reference": median["reference"]}
+    arguments.record.add(claim, median["ours"], "MB/s", peer=peer, limit={"the engine alone": raw})
 
 
 def rate_of(encode: Callable[[Texts], object], documents: Texts) -> float:

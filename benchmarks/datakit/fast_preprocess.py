@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.datakit.preprocess import datakit, resident_bytes
+from benchmarks.record import Record, add_option
 
 SUFFIXES = {".py", ".pyi", ".h", ".hpp", ".c", ".cpp", ".md", ".rst", ".txt"}
 ENGINE_ALONE = """
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
     parser.add_argument("--megatron-python", default=sys.executable, help="Python that can run it")
+    add_option(parser)
     arguments = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
     with tempfile.TemporaryDirectory() as name:
@@ -86,7 +88,7 @@ def main() -> int:
                 for program in programs:
                     if corpus in program.corpora:
                         measure(program, corpus, path, folder / "out")
-        report(programs, {name: path.stat().st_size / 1e6 for name, path in corpora.items()})
+        report(programs, {name: path.stat().st_size / 1e6 for name, path in corpora.items()}, arguments.record)
     return 0
 
 
@@ -139,8 +141,8 @@ def measure(program: Program, corpus: str, path: Path, out: Path) -> None:
     program.seconds.setdefault(corpus, []).append(seconds)
 
 
-def report(programs: Sequence[Program], sizes_mb: dict[str, float]) -> None:
-    """Print a table with ratios to the engine alone, and datakit's figures beside their targets."""
+def report(programs: Sequence[Program], sizes_mb: dict[str, float], record: Record) -> None:
+    """Print a table with ratios to the engine alone, and datakit's figures beside their targets; record these."""
     print("program               start-up s  steady MB/s  of the engine  peak MiB")
     starts, rates = dict[str, float](), dict[str, float]()
     for program in programs:
@@ -156,6 +158,13 @@ def report(programs: Sequence[Program], sizes_mb: dict[str, float]) -> None:
     for name in rates.keys() & targets.keys():
         ratio = rates["datakit"] / rates[name]
         print(f"datakit's steady rate over that of {name}: {ratio:.2f} (target >= {targets[name]})")
+    ours, claim = rates.pop("datakit"), "text to a token store"
+    limit = {"the engine alone, nothing written": rates.pop("engine alone")}
+    peaks = {program.name: program.peak_bytes / 2**20 for program in programs}
+    peers = {name: f"Megatron-LM's {name}.py" for name in rates}
+    record.add(claim, ours, "MB/s", peer={title: rates[name] for name, title in peers.items()}, limit=limit)
+    memory = {title: peaks[name] for name, title in peers.items()}
+    record.add(f"{claim}: memory", peaks["datakit"], "MiB", peer=memory)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import zstandard
 
 from benchmarks.datakit.fast_preprocess import Program, measure, preprocess_words, texts_of
 from benchmarks.datakit.preprocess import datakit
+from benchmarks.record import Record, add_option
 
 FORMATS = ("jsonl", "jsonl.zst", "parquet")
 SMALL_FILES = 2
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=10, help="of the large corpus, in each format")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,7 +53,7 @@ def main() -> int:
                 for program in programs:
                     measure(program, corpus, folder / corpus, folder / "out")
     print(f"{sizes_mb['small']:.0f} and {sizes_mb['large']:.0f} MB of jsonl, {arguments.workers} workers")
-    report(programs, sizes_mb["large"] - sizes_mb["small"])
+    report(programs, sizes_mb["large"] - sizes_mb["small"], arguments.record)
     return 0
 
 
@@ -90,7 +92,7 @@ def groups(texts: Iterator[str], size_bytes: int, count: int) -> Iterator[list[s
         yield group
 
 
-def report(programs: Sequence[Program], extra_mb: float) -> None:
+def report(programs: Sequence[Program], extra_mb: float, record: Record) -> None:
     """Print a table; ratios to plain jsonl."""
     print("format      steady MB/s  of jsonl  peak MiB")
     base = 0.0
@@ -98,6 +100,7 @@ def report(programs: Sequence[Program], extra_mb: float) -> None:
         small, large = (statistics.median(program.seconds[name]) for name in ("small", "large"))
         rate = extra_mb / (large - small)
         base = base or rate
+        record.add(f"{program.name} to a token store", rate, "MB/s", limit={"plain jsonl": base})
         target = f"  (target >= {TARGET})" if program is not programs[0] else ""
         print(f"{program.name:<11} {rate:>11.1f}  {rate / base:>8.2f}  {program.peak_bytes / 2**20:>8.0f}{target}")
         print(f"    {json.dumps({name: [round(s, 2) for s in found] for name, found in program.seconds.items()})}")

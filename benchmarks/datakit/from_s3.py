@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.record import Record, add_option
 from datakit import Blend, Loader, RemoteStore, TokenStore, archive, write_store
 from threefold.storage import open_storage
 from tools.s3_server import start, stop
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--of-rate", type=float, default=0.5, help="part of the rate of fetches that is consumed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--read", nargs=5, help=argparse.SUPPRESS)
+    add_option(parser)
     arguments = parser.parse_args()
     if arguments.read:
         url, cache, rate, rank, size = arguments.read
@@ -67,7 +69,7 @@ def main() -> int:
                     cache = folder / f"cache-{number}-{repeat}"
                     found[url].append(read_by_ranks(url, cache, arguments, fetched * arguments.of_rate))
                     shutil.rmtree(cache, ignore_errors=True)
-            met = show(found, rates, arguments.of_rate)
+            met = show(found, rates, arguments.of_rate, arguments.record)
         finally:
             stop(folder / "s3")
     return 0 if met else 1
@@ -108,8 +110,10 @@ def read_by_ranks(url: str, cache: Path, arguments: argparse.Namespace, rate: fl
     return {"consumed": consumed, "fetched": fetched / used, **times}
 
 
-def show(found: dict[str, list[dict[str, float]]], rates: dict[str, tuple[float, float]], of_rate: float) -> bool:
-    """Print a line of each place; whether those behind S3 meet the targets."""
+def show(
+    found: dict[str, list[dict[str, float]]], rates: dict[str, tuple[float, float]], of_rate: float, record: Record
+) -> bool:
+    """Print and record each place; return whether those behind S3 meet the targets."""
     print(
         "| of the rate of fetches | read from | bare GETs, MB/s | fetches, MB/s | asked, MB/s | consumed, MB/s "
         "| fetched / used | first step s | waits | lowest to highest | longest s |\n" + "|---" * 11 + "|"
@@ -128,6 +132,12 @@ def show(found: dict[str, list[dict[str, float]]], rates: dict[str, tuple[float,
             f"| {waits[0]:.2%} to {waits[-1]:.2%} | {each['longest_s']:.3f} |"
         )
         met &= is_met or not is_remote
+        claim, limit = (
+            f"a stream from {place}, at {of_rate} of the rate of fetches",
+            {"fetches [MB/s]": fetches / 1e6},
+        )
+        record.add(f"{claim}: waiting", 100 * each["waiting"], "% of the time", limit=limit)
+        record.add(f"{claim}: fetched", each["fetched"], "bytes for one that is used")
     return met
 
 

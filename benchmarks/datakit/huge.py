@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.record import add_option
 from datakit import TokenStore, pack, write_store
 
 SEQ_LENGTH, DOCUMENTS, TOKENS = 4096, 100_000, 660
@@ -75,6 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--packed", action="store_true", help="pack the store of 50 million documents too")
+    add_option(parser)
     arguments = parser.parse_args()
     met = True
     with tempfile.TemporaryDirectory() as name:
@@ -99,6 +101,8 @@ def main() -> int:
             median = statistics.median(values)
             met &= median <= TARGETS[what]
             print(f"| {size} | {what} | {median:.1f} | {min(values):.1f} to {max(values):.1f} | {TARGETS[what]} |")
+            name, _, unit = what.rpartition(", ")
+            arguments.record.add(f"a store of {size} tokens: {name}", median, unit)
     return 0 if met else 1
 
 

@@ -121,6 +121,9 @@ def kill_all(folder: Path, arguments: argparse.Namespace) -> int:
             print(f"    {fault}")
     num_faults = sum(len(case.faults) for case in cases)
     print(f"{num_faults} faults (target 0) in {time.monotonic() - started_s:.0f} s")
+    arguments.record.add(
+        "faults after commands were killed at random moments and run again", num_faults, f"in {arguments.rounds} kills"
+    )
     return 1 if num_faults else 0
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.datakit.fast_preprocess import make_corpora, preprocess_words
 from benchmarks.datakit.preprocess import datakit, digest
 from benchmarks.killing import kill_after
+from benchmarks.record import add_option
 
 BUFFER_BYTES = 1 << 20
 TARGET = 0.05
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    add_option(parser)
     arguments = parser.parse_args()
     extra = ["--item-size", arguments.item_size] if arguments.item_size else []
     rng = random.Random(arguments.seed)
@@ -71,6 +73,8 @@ def main() -> int:
             f"work done twice a kill: mean {100 * statistics.mean(shares):.2f}%, most {100 * max(shares):.2f}% "
             f"(target <= {100 * TARGET:.0f}%); bound {100 * arguments.workers / whole['num_items']:.2f}%"
         )
+        bound = {"a work item a worker": 100 * arguments.workers / whole["num_items"]}
+        arguments.record.add("work done twice after a kill", 100 * statistics.mean(shares), "% of it", limit=bound)
         engines = [("1 worker", command(1)), ("2 workers", command(2)), ("4 workers", command(4))]
         if find_spec("ray"):
             engines.append(("Ray", command(2, "--engine", "ray")))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.record import add_option
 from datakit import Recipe, TokenShard, TokenStore, preprocess, train_tokenizer
 
 Run = Callable[..., str]
@@ -53,6 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs megatron-core; it needs torch")
     parser.add_argument("--megatron", help="folder with megatron-core; default: installed into a temporary one")
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -70,7 +72,9 @@ def main() -> int:
         checks = [*megatron_reads(folder, run), *datakit_reads(folder, run)]
     for what, good in checks:
         print(f"{'ok' if good else 'FAILED':<7}{what}")
-    return 0 if all(good for _, good in checks) else 1
+    num_good = sum(good for _, good in checks)
+    arguments.record.add("datasets that Megatron and datakit read of each other", num_good, f"of {len(checks)}")
+    return 0 if num_good == len(checks) else 1
 
 
 def install(folder: Path) -> str:

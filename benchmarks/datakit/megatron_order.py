@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.record import add_option
 from datakit import write_store
 
 SEQ_LENGTH, MIN_SPEED, MAX_MEMORY = 512, 3, 1 / 3
@@ -76,6 +77,7 @@ def main() -> int:
     parser.add_argument("--python", required=True, help="interpreter that has megatron-core")
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=3)
+    add_option(parser)
     arguments = parser.parse_args()
     num_rows = arguments.documents * 64 // SEQ_LENGTH
     print("| stores | samples | peer s | ours s | faster | peer MiB | ours MiB | of its memory |")
@@ -88,7 +90,7 @@ def main() -> int:
             (large, 1, 500 * num_rows), (small, 100, 1_000_000), (small, 1000, 100_000)
         ):  # fmt: skip
             stem = str(store.path / store.manifest.shards[0].name)
-            met &= compare(arguments.python, stem, str(store.path), num_stores, num_samples, arguments.repeats)
+            met &= compare(arguments, stem, str(store.path), num_stores, num_samples)
     return 0 if met else 1
 
 
@@ -100,12 +102,12 @@ def documents(count: int) -> Iterator[Any]:
         yield tokens[:size]
 
 
-def compare(python: str, stem: str, folder: str, num_stores: int, num_samples: int, repeats: int) -> bool:
-    """Print a line of one blend; whether the targets are met."""
+def compare(arguments: argparse.Namespace, stem: str, folder: str, num_stores: int, num_samples: int) -> bool:
+    """Print and record one blend; return whether the targets are met."""
     found: dict[str, list[tuple[float, float]]] = {PEER: [], OURS: []}
-    for _ in range(repeats):
+    for _ in range(arguments.repeats):
         batches = []
-        for program, interpreter in ((PEER, python), (OURS, sys.executable)):
+        for program, interpreter in ((PEER, arguments.python), (OURS, sys.executable)):
             with tempfile.TemporaryDirectory() as cache:
                 command = [interpreter, "-W", "ignore", "-c", program, stem, folder, str(num_stores), str(num_samples)]
                 path = os.environ.get("PYTHONPATH", "") if program == OURS else ""
@@ -129,6 +131,9 @@ def compare(python: str, stem: str, folder: str, num_stores: int, num_samples: i
         f"{ours[1]:.0f} | {memory:.2f} |",
         flush=True,
     )
+    claim = f"the first batch in Megatron's order, {num_stores:,} stores, {num_samples:,} samples"
+    arguments.record.add(claim, ours[0], "CPU seconds", peer={"megatron-core": peer[0]})
+    arguments.record.add(f"{claim}: memory", ours[1], "MiB", peer={"megatron-core": peer[1]})
     return faster >= MIN_SPEED and memory <= MAX_MEMORY
 
 

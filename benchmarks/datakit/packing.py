@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.record import add_option
 from datakit import pack, write_store
 
 SEQ_LENGTHS = (2048, 8192, 131072)
@@ -30,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=1 << 19)
     parser.add_argument("--repeats", type=int, default=5)
+    add_option(parser)
     arguments = parser.parse_args()
     print(
         "| documents | row | M documents/s | padding | rows / reference | reference, M documents/s | padding of pad |"
@@ -43,14 +45,14 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             store = write_store(Path(name) / "s", (longest[:length] for length in lengths), vocab_size=9, eod_id=0)
             for seq_length in SEQ_LENGTHS:
-                met &= compare(store.path, kind, lengths, seq_length, arguments.repeats)
+                met &= compare(store.path, kind, lengths, seq_length, arguments)
     return 0 if met else 1
 
 
-def compare(store: Path, kind: str, lengths: list[int], seq_length: int, repeats: int) -> bool:
-    """Print a line of one kind of documents and one length of rows; whether the targets are met."""
+def compare(store: Path, kind: str, lengths: list[int], seq_length: int, arguments: argparse.Namespace) -> bool:
+    """Print and record one kind of documents and one length of rows; return whether the targets are met."""
     ours, reference = [], []
-    for _ in range(repeats):
+    for _ in range(arguments.repeats):
         seconds, (_, record) = timed(lambda: pack(store, seq_length=seq_length, dry_run=True))
         ours.append(len(lengths) / seconds / 1e6)
         seconds, num_rows = timed(lambda: best_fit_decreasing(lengths, seq_length))
@@ -63,6 +65,9 @@ def compare(store: Path, kind: str, lengths: list[int], seq_length: int, repeats
         f"{padding_of_pad:.1%} |",
         flush=True,
     )
+    claim, peer = f"{kind} packed into rows of {seq_length:,}", {"best-fit-decreasing": statistics.median(reference)}
+    arguments.record.add(claim, rate, "M documents a second of processor time", peer=peer)
+    arguments.record.add(f"{claim}: padding", 100 * padding, "%", peer={"no packing": 100 * padding_of_pad})
     return rate >= TARGET_M_PER_S and ratio <= WITHIN and padding < MAX_PADDING
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.datakit.preprocess import datakit
+from benchmarks.record import Record, add_option
 from tools.fault_proxy import Fault, FaultProxy
 from tools.s3_server import Server, start, stop
 
@@ -34,19 +35,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--objects", type=int, default=10_000)
     parser.add_argument("--delay-ms", type=float, default=20.0)
+    add_option(parser)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="threefold-planning-"))
     try:
         server = start(folder / "server")
         os.environ |= server.environment
-        measure(folder, server, arguments.objects, arguments.delay_ms / 1e3)
+        measure(folder, server, arguments.objects, arguments.delay_ms / 1e3, arguments.record)
     finally:
         stop(folder / "server")
         shutil.rmtree(folder)
     return 0
 
 
-def measure(folder: Path, server: Server, num_objects: int, delay_s: float) -> None:
+def measure(folder: Path, server: Server, num_objects: int, delay_s: float, record: Record) -> None:
     """Write the objects, make a store of them, and print the table."""
     text = "".join(json.dumps({"text": f"line {number} of a small object"}) + "\n" for number in range(NUM_LINES))
     write_objects(server.bucket, num_objects, text.encode())
@@ -57,11 +59,15 @@ def measure(folder: Path, server: Server, num_objects: int, delay_s: float) -> N
     with FaultProxy(server.port, Fault("latency", delay_s=delay_s)) as proxy:
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{proxy.port}"
         print(f"{num_objects:,} objects, {delay_s * 1e3:g} ms a request      seconds  requests")
-        report("listing by a bare client", *timed(proxy, lambda: list_objects(server.bucket)))
+        listing_s, num_requests = timed(proxy, lambda: list_objects(server.bucket))
+        report("listing by a bare client", listing_s, num_requests)
         plans = {"objects grouped": [], "each object cut in two": ["--item-size", str(len(text) * 2 // 3)]}
         for number, (what, flags) in enumerate(plans.items()):
             command = [*words, str(folder / f"unfinished-{number}"), *flags]
-            report(f"plan, {what}", *timed(proxy, partial(until_planned, command)), target=True)
+            seconds, num_requests = timed(proxy, partial(until_planned, command))
+            report(f"plan, {what}", seconds, num_requests, target=True)
+            claim, limit = f"a plan of {num_objects:,} objects on S3, {what}", {"listing by a bare client": listing_s}
+            record.add(claim, seconds, "s", limit=limit)
         report("complete store, run again", *timed(proxy, partial(until_complete, [*words, str(store)])))
 
 

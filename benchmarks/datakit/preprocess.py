@@ -23,6 +23,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.record import add_option
+
 TOKENIZE_ALONE = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -45,42 +47,44 @@ def main() -> int:
     parser.add_argument("--sizes-mb", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--repeats", type=int, default=3, help="of the rates, at the first size; 0: memory alone")
     parser.add_argument("--backend", default="tokenizers", help="what tokenizes: tokenizers or gigatoken")
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = folder / "tok.json"
         seed = make_corpus(folder / "seed.jsonl", 10**7)
         datakit("train-tokenizer", seed, "--vocab-size", 32768, "--output", tokenizer)
-        measure_memory(folder, tokenizer, arguments.sizes_mb, arguments.backend)
+        measure_memory(folder, tokenizer, arguments)
         if arguments.repeats:
             corpus = make_corpus(folder / "rates.jsonl", arguments.sizes_mb[0] * 10**6)
-            measure_rates(folder, tokenizer, corpus, arguments.backend, arguments.repeats)
+            measure_rates(folder, tokenizer, corpus, arguments)
     return 0
 
 
-def measure_memory(folder: Path, tokenizer: Path, sizes_mb: list[int], backend: str) -> None:
-    """Print the peak of two workers and their parent at each size."""
+def measure_memory(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
+    """Print and record the peak of two workers and their parent at each size."""
     peaks = []
-    for size_mb in sizes_mb:
+    for size_mb in arguments.sizes_mb:
         corpus, store = make_corpus(folder / "memory.jsonl", size_mb * 10**6), folder / "memory.store"
-        summary, peak = preprocess(corpus, store, tokenizer, workers=2, backend=backend)
+        summary, peak = preprocess(corpus, store, tokenizer, workers=2, backend=arguments.backend)
         shutil.rmtree(store)
         corpus.unlink()
         peaks.append(peak)
         print(f"{size_mb} MB: peak {peak / 2**20:.0f} MiB with two workers, {summary['mb_per_s']:.2f} MB/s")
+        arguments.record.add(f"memory of preprocess, {size_mb} MB, {arguments.backend}", peak / 2**20, "MiB")
     print(f"memory, most over least: {max(peaks) / min(peaks):.3f} (target <= 1.15)")
     print(f"memory, most: {max(peaks) / 1e9:.2f} GB (target <= 1 GB)")
 
 
-def measure_rates(folder: Path, tokenizer: Path, corpus: Path, backend: str, num_repeats: int) -> None:
-    """Print the rates of the tokenizer alone, of one worker and of two, and whether all stores are the same."""
+def measure_rates(folder: Path, tokenizer: Path, corpus: Path, arguments: argparse.Namespace) -> None:
+    """Print and record rates of the tokenizer alone, of one worker and of two, and whether all stores are the same."""
     rates: dict[str, list[float]] = {"tokenizers alone": [], "one worker": [], "two workers": []}
     digests = set()
-    for repeat in range(num_repeats):
+    for repeat in range(arguments.repeats):
         rates["tokenizers alone"].append(tokenize_alone(corpus, tokenizer))
         for what, workers in (("one worker", 1), ("two workers", 2)):
             store = folder / f"{workers}-{repeat}"
-            summary, _ = preprocess(corpus, store, tokenizer, workers=workers, backend=backend)
+            summary, _ = preprocess(corpus, store, tokenizer, workers=workers, backend=arguments.backend)
             rates[what].append(summary["mb_per_s"])
             digests.add(digest(store))
             shutil.rmtree(store)
@@ -88,7 +92,10 @@ def measure_rates(folder: Path, tokenizer: Path, corpus: Path, backend: str, num
         print(f"{what}: median {statistics.median(values):.2f} MB/s of {[round(value, 2) for value in values]}")
     alone, one, two = (statistics.median(values) for values in rates.values())
     print(f"two workers over one: {two / one:.2f} (target >= 1.6); one worker over tokenizers alone: {one / alone:.2f}")
-    print(f"the bytes of all {2 * num_repeats} stores: {'the same' if len(digests) == 1 else 'DIFFERENT'}")
+    print(f"the bytes of all {2 * arguments.repeats} stores: {'the same' if len(digests) == 1 else 'DIFFERENT'}")
+    for what, rate in (("one worker", one), ("two workers", two)):
+        claim = f"preprocess by {arguments.backend}, {what}"
+        arguments.record.add(claim, rate, "MB/s", limit={"tokenizers alone, one process": alone})
 
 
 def make_corpus(path: Path, size_bytes: int) -> Path:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.record import add_option
 from datakit import Blend, Loader, Recipe, TokenStore, preprocess, train_tokenizer, write_store
 
 SEQ_LENGTH, VOCAB_SIZE = 4096, 50257
@@ -49,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=4000, help="a repeat")
     parser.add_argument("--repeats", type=int, default=5)
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -59,22 +61,22 @@ def main() -> int:
             write_store(folder / f"small-{i}", [large[i : i + STORE_ROWS * SEQ_LENGTH + 1]], vocab_size=VOCAB_SIZE)
             for i in range(NUM_STORES)
         ]
-        met = [rows_per_s(found, arguments.rows, arguments.repeats) for found in stores.values()]
+        met = [rows_per_s(members, arguments) for members in stores.values()]
         inspect_sample(folder / "sources")
         few_files(folder / "shards")
     return 0 if all(met) else 1
 
 
-def rows_per_s(stores: list[TokenStore], num_rows: int, repeats: int) -> bool:
-    """Print random rows a second of a blend of these stores; whether they reach the target."""
+def rows_per_s(stores: list[TokenStore], arguments: argparse.Namespace) -> bool:
+    """Print and record random rows a second of a blend of stores; return whether they reach the target."""
     blend = Blend([(store, 1.0 + i) for i, store in enumerate(stores)], seq_length=SEQ_LENGTH, seed=1)
     maps = [np.memmap(file, np.uint16) for store in stores for file in sorted(store.path.glob("*.bin"))]
     rng = random.Random(0)
-    picks = [(tokens, rng.randrange(len(tokens) - SEQ_LENGTH)) for tokens in rng.choices(maps, k=num_rows)]
-    samples = [rng.randrange(4 * len(stores) * STORE_ROWS) for _ in range(num_rows)]
+    picks = [(tokens, rng.randrange(len(tokens) - SEQ_LENGTH)) for tokens in rng.choices(maps, k=arguments.rows)]
+    samples = [rng.randrange(4 * len(stores) * STORE_ROWS) for _ in range(arguments.rows)]
     found: dict[str, list[float]] = {"raw": [], "Blend.batch": [], "Loader.sample": []}
     with Loader(blend, 1, 1) as loader:
-        for _ in range(repeats):
+        for _ in range(arguments.repeats):
             found["raw"].append(timed(lambda pick: pick[0][pick[1] : pick[1] + SEQ_LENGTH].astype(np.int64), picks))
             found["Blend.batch"].append(timed(lambda sample: blend.batch([sample]), samples))
             found["Loader.sample"].append(timed(loader.sample, samples))
@@ -82,6 +84,8 @@ def rows_per_s(stores: list[TokenStore], num_rows: int, repeats: int) -> bool:
     target = TARGETS[len(stores)]
     shown = ", ".join(f"{name} {rate:,.0f} ({rate / rates['raw']:.2f} of raw)" for name, rate in rates.items())
     print(f"{len(stores):,} store{'s' * (len(stores) > 1)}, random rows/s: {shown}; target >= {target:,}", flush=True)
+    claim, limit = f"random rows by one, a blend of {len(stores):,}", {"raw, tokens alone": rates["raw"]}
+    arguments.record.add(claim, rates["Loader.sample"], "rows a second", limit=limit)
     return min(rates["Blend.batch"], rates["Loader.sample"]) >= target
 
 

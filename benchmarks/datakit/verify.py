@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.datakit.fast_preprocess import make_corpora, preprocess_words
 from benchmarks.datakit.preprocess import datakit
+from benchmarks.record import Record, add_option
 
 TARGET = 0.8
 TIMED = """
@@ -56,6 +57,7 @@ def main() -> int:
     parser.add_argument("--text-mb", type=int, default=400)
     parser.add_argument("--copies", type=int, default=8, help="of the texts' store, in the store that is read")
     parser.add_argument("--repeats", type=int, default=7)
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = make_store(Path(name), arguments.corpus, arguments.text_mb * 10**6, arguments.copies)
@@ -70,7 +72,7 @@ def main() -> int:
                     command = [sys.executable, "-c", program, str(store)]
                     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                     found[what].append(json.loads(result.stdout))
-            report("cold" if is_cold else "warm", found, size_gb)
+            report("cold" if is_cold else "warm", found, size_gb, arguments.record)
     return 0
 
 
@@ -94,17 +96,20 @@ def drop(store: Path) -> None:
         os.close(descriptor)
 
 
-def report(state: str, found: dict[str, list[list[float]]], size_gb: float) -> None:
+def report(state: str, found: dict[str, list[list[float]]], size_gb: float, record: Record) -> None:
     """Print a table; ratios to the raw read."""
+    rates = dict[str, float]()
     print(f"{state:<24}  GB/s  of the raw read  user s/GB  system s/GB")
     base = 0.0
     for what, runs in found.items():
         elapsed_s, user_s, system_s = (statistics.median(column) for column in zip(*runs, strict=True))
-        rate = size_gb / elapsed_s
+        rates[what] = rate = size_gb / elapsed_s
         base = base or rate
         target = f"  (target >= {TARGET})" if what == "datakit verify" else ""
         cpu = f"{user_s / size_gb:>8.3f}  {system_s / size_gb:>11.3f}"
         print(f"{what:<24}  {rate:>4.2f}  {rate / base:>15.2f}  {cpu}{target}")
+    ours, md5 = rates["datakit verify"], rates["md5 of every file"]
+    record.add(f"`datakit verify`, {state}", ours, "GB/s", peer={"md5": md5}, limit={"raw read": base})
 
 
 if __name__ == "__main__":

@@ -52,7 +52,10 @@ def main() -> None:
                 tensors |= {"copy": 2, "again": 2 * count + 2}
                 moved = {name: tensors[name] * dy.nbytes for name in run}
                 print_rates(
-                    f"{activation.name} {direction} {dtype}", medians(run, options.device, options.repeats), moved
+                    options,
+                    f"{activation.name} {direction} {dtype}",
+                    medians(run, options.device, options.repeats),
+                    moved,
                 )
 
 

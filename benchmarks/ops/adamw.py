@@ -47,7 +47,7 @@ def main() -> None:
             moved = {name: 2 * source.nbytes if name == "copy" else num_bytes + more for name in runs}
             if "split" in runs:
                 moved["split"] -= 2 * sum(sizes)  # of a master 2 bytes less each way, of a weight 2 bytes more
-            print_rates(f"{title} {dtype}", medians(runs, options.device, options.repeats), moved)
+            print_rates(options, f"AdamW, {title} {dtype}", medians(runs, options.device, options.repeats), moved)
 
 
 def _intervals(sizes: list[int], device: str, *, publishes: bool) -> list[Interval]:

@@ -58,6 +58,9 @@ def main() -> None:
             shares = [f"{name} {seconds['sdpa'] / each:6.1%}" for name, each in seconds.items() if name != "sdpa"]
             title = f"attention {direction} {dtype}"
             print(f"{title:24} sdpa {seconds['sdpa'] * 1e3:8.3f} ms; of its rate: {', '.join(shares)}", flush=True)
+            claim, limit = f"{title}, {'x'.join(map(str, options.shape))}", {"sdpa": 1e3 * seconds.pop("sdpa")}
+            for name, elapsed_s in seconds.items():
+                options.record.add(f"{claim}: {name}", 1e3 * elapsed_s, "ms", limit=limit)
         names = [choose(q, k, mask, deterministic=deterministic) for deterministic in (False, True)]
         print(f"chosen {dtype}: {names[0]}; deterministic: {names[1]}", flush=True)
 

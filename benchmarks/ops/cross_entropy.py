@@ -68,8 +68,8 @@ def measure(options: Any, dtype: str, tokens: int, vocabulary: int) -> None:
             forms[name] = run
     size = logits.numel() * logits.itemsize
     moved = {name: {"copy": 2, "first pass": 1}.get(name, 3) * size for name in forms}
-    title = f"{tokens} x {vocabulary} {dtype}"
-    print_rates(title, medians(forms, options.device, options.repeats), moved)
+    title, shape = f"cross-entropy {dtype}", (tokens, vocabulary)
+    print_rates(options, title, medians(forms, options.device, options.repeats), moved, shape)
 
 
 def differentiated(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Callable[[], object]:

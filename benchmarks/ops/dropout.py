@@ -32,7 +32,7 @@ def main() -> None:
         runs: dict[str, Callable[[], Tensor]] = {"copy": lambda x=x, target=target: target.copy_(x)}
         runs |= {name: lambda form=form, x=x: form(x) for name, form in forms.items()}
         seconds = medians(runs, options.device, options.repeats)
-        print_rates(f"dropout {dtype}", seconds, dict.fromkeys(runs, 2 * x.nbytes))
+        print_rates(options, f"dropout {dtype}", seconds, dict.fromkeys(runs, 2 * x.nbytes))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ def main() -> None:
             share = seconds["products"] / seconds[name]
             rate = f"{flops / seconds[name] / 1e12:7.1f} TFLOP/s, {share:6.1%} of products"
             print(f"{dtype} {name:12} {rate}{memory_text(form, x.device)}", flush=True)
+        percent = {name: 100 * seconds["products"] / seconds[name] for name in forms}
+        limit = {"the products [TFLOP/s]": flops / seconds["products"] / 1e12}
+        peer = {name: share for name, share in percent.items() if name not in ("products", "parts")}
+        claim = f"linear and cross-entropy in parts, {dtype}, {num_tokens}x{vocabulary}x{hidden}"
+        options.record.add(claim, percent["parts"], "% of the products", peer=peer, limit=limit)
 
 
 def forms_of(x: Tensor, matrix: Weight, gradient: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:

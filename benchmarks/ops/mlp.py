@@ -38,6 +38,10 @@ def main() -> None:
         shares = [f"{name} {seconds['gemms'] / seconds[name]:6.1%}{peak(forms[name], options.device)}"
                   for name in forms if name != "gemms"]  # fmt: skip
         print(f"{f'mlp {dtype}':24} gemms {rate:7.1f} TFLOP/s; of it: {', '.join(shares)}", flush=True)
+        percent = {name: 100 * seconds["gemms"] / seconds[name] for name in ("csrc", "eager")}
+        claim, peer = f"mlp {dtype}, {tokens}x{hidden}x{ffn}", {"eager": percent["eager"]}
+        limit = {"the products [TFLOP/s]": rate}
+        options.record.add(claim, percent["csrc"], "% of the products", peer=peer, limit=limit)
 
 
 def products(x_TD: Tensor, dy_TD: Tensor, up: Tensor, down: Tensor) -> Callable[[], object]:

@@ -58,7 +58,7 @@ def measure(
         copy = {"copy": lambda: target.copy_(gradients[0])}
         seconds = medians(copy | each, options.device, options.repeats)
         moved = {name: (2 if name == "copy" else least) * target.nbytes for name in seconds}
-        print_rates(f"{title} {direction} {dtype}", seconds, moved)
+        print_rates(options, f"{title} {direction} {dtype}", seconds, moved)
 
 
 def usable(options: Any, inputs: tuple[Tensor | None, ...]) -> dict[str, Form]:

@@ -65,12 +65,12 @@ def main() -> None:
                 runs["in place"] = lambda x=scratch, turns=turns: rope(x, turns, *heads, in_place=True)
             title = f"rope{'' if norm is None else '+norm'}"
             moved = {name: 2 * (packed if name == "copy" else turned) for name in runs}
-            print_rates(f"{title} forward {dtype}", medians(runs, options.device, options.repeats), moved)
+            print_rates(options, f"{title} forward {dtype}", medians(runs, options.device, options.repeats), moved)
             inputs = (qkv,) if norm is None else (qkv, *weights)
             runs = {"copy": copy, **{name: backward(form, inputs) for name, form in forms.items()}}
             least = 2 * packed + (0 if norm is None else turned)
             moved = {name: 2 * packed if name == "copy" else least for name in runs}
-            print_rates(f"{title} backward {dtype}", medians(runs, options.device, options.repeats), moved)
+            print_rates(options, f"{title} backward {dtype}", medians(runs, options.device, options.repeats), moved)
 
 
 def eager_rope(

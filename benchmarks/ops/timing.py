@@ -7,9 +7,11 @@ device sleeps before them while the host enqueues the calls, so what is measured
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+
+from benchmarks.record import add_option
 
 SLEEP_CYCLES = 40_000_000  # about 20 ms: longer than ten calls of autograd take the host
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -25,6 +27,7 @@ def arguments(purpose: str, cpu_shape: str, cuda_shape: str) -> argparse.Namespa
     parser.add_argument("--threads", type=int, default=0, help="on the cpu; 0 leaves torch's choice")
     parser.add_argument("--repeats", type=int, default=15, help="rounds (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="measure the plain form under torch.compile too")
+    add_option(parser)
     options = parser.parse_args()
     shape = options.shape or (cuda_shape if options.device == "cuda" else cpu_shape)
     options.shape = tuple(int(size) for size in shape.split("x"))
@@ -48,11 +51,22 @@ def medians(forms: Forms, device: str, repeats: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def print_rates(title: str, seconds: dict[str, float], moved_bytes: dict[str, int]) -> None:
-    """One line: each form's rate as a share of `copy`'s; `moved_bytes` is what a form must read and write at least."""
+def print_rates(
+    options: argparse.Namespace, title: str, seconds: dict[str, float], moved_bytes: dict[str, int],
+    shape: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """Print and record each form's rate as a share of `copy`'s; `moved_bytes` is what a form moves at least.
+
+    A shape that is not that of the options is passed.
+    """
     rates = {name: moved_bytes[name] / seconds[name] for name in seconds}
     shares = [f"{name} {rates[name] / rates['copy']:6.1%}" for name in seconds if name != "copy"]
     print(f"{title:24} copy {rates['copy'] / 1e9:7.1f} GB/s; of it: {', '.join(shares)}", flush=True)
+    copy = rates.pop("copy")
+    percent = {name: 100 * rate / copy for name, rate in rates.items()}
+    claim = f"{title}, {' x '.join(map(str, shape or options.shape))}"
+    limit = {"the copy [GB/s]": copy / 1e9}
+    options.record.add(claim, percent.pop("csrc"), "% of the copy rate", peer=percent, limit=limit)
 
 
 def _seconds(form: Callable[[], object]) -> float:

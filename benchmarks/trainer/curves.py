@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from gpu import HERE, ROOT, Row, make_store, train
 from torch import Tensor
 
+from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from threefold.scratch import fresh_folder
 from trainer.config import Config, ModelConfig
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for all that the benchmark makes")
     parser.add_argument("--model", choices=SHAPES, default="1b", help="which of the models here")
     parser.add_argument("--train-steps", type=int, default=200, help="steps of both")
+    add_option(parser)
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
@@ -76,6 +78,8 @@ def benchmark(arguments: argparse.Namespace) -> int:
         gaps = [loss - plain for loss, plain in zip(losses[name], losses[other], strict=True)]
         largest, typical = max(map(abs, gaps)), statistics.median(map(abs, gaps))
         print(f"{name} less {other}: largest {largest:.1e}, median {typical:.1e}, mean {statistics.mean(gaps):+.1e}")
+        claim = f"largest difference of a loss, {arguments.model}, {name} from {other}"
+        arguments.record.add(claim, largest, f"in {steps} steps")
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import get_args, get_type_hints
 import torch
 from step import engine_and_batch, seconds
 
+from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from threefold.errors import UserError
 from trainer.config import OpsConfig
@@ -26,6 +27,7 @@ def main() -> int:
     parser = Parser(prog="forms.py", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SAMPLES, default=list(SAMPLES), help="models of this folder")
     parser.add_argument("--rounds", type=int, default=3, help="how often each form has its turn")
+    add_option(parser)
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
@@ -52,6 +54,8 @@ def benchmark(arguments: argparse.Namespace) -> int:
             print(
                 f"{op:<14} {form:<8} {milliseconds:>8.1f} ms {milliseconds - whole:>+8.1f}  {milliseconds / whole:.3f}"
             )
+            claim = f"a step of {model} on one GPU, {op} as {form}"
+            arguments.record.add(claim, milliseconds, "ms", limit={"all ops csrc": whole})
         del engine, batch
         torch.cuda.empty_cache()
     return 0

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from threefold.errors import UserError
 from threefold.scratch import fresh_folder
@@ -113,6 +114,7 @@ def main() -> int:
     )
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="run the peers of each row too, by its run.sh")
     parser.add_argument("--profile", action="store_true", help="profile a step of each row")
+    add_option(parser)
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
@@ -124,7 +126,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
     store, num_gpus = make_store(output), torch.cuda.device_count()
     trees = {"": ROOT} | ({"before": arguments.before.resolve()} if arguments.before else {})
-    table, rates = [], dict[str, float]()
+    table, rates, shares = [], dict[str, float](), dict[str, float]()
     beaten: dict[str, dict[str, float]] = {}  # the rates of a row's peers
     for name in arguments.rows or rows_of(arguments.gpus, num_gpus):
         row = ROWS[name]
@@ -133,11 +135,15 @@ def benchmark(arguments: argparse.Namespace) -> int:
             flags = ["--data.stores", store, "--train-steps", arguments.train_steps]
             steps, start_s = train(tree, output / f"{title}.jsonl", row, *flags)
             rates[title] = median(steps, "tokens_per_s") / row.num_gpus
+            shares[title] = median(steps, "mfu")
             table.append(figures(title, rates[title], steps, start_s))
             print(table[-1], flush=True)
         for command in row.peers if arguments.peers else ():
             table.append(peer(arguments.peers, row.num_gpus, command, output))
             beaten.setdefault(name, {})[command] = rate_of(table[-1])
+        claim = f"training of a GPT of {row.model}, row {name}"
+        limit = {"of the peak of the card [%]": 100 * shares[name]}
+        arguments.record.add(claim, rates[name], "tokens a second of a GPU", peer=beaten.get(name, {}), limit=limit)
         if arguments.profile:
             trace = ["--trace", output / f"{name}.trace.json.gz"]
             finish(python(ROOT, *launcher(row), HERE / "step.py", "--model", row.model, *row.sizes, *trace))

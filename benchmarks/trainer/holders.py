@@ -12,6 +12,7 @@ import time
 
 import torch
 
+from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from trainer.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
@@ -27,6 +28,7 @@ def main() -> int:
     parser = Parser(prog="holders.py", description=__doc__.splitlines()[0])
     parser.add_argument("--holders", type=int, default=512, help="data-parallel ranks, all but one stand-ins")
     parser.add_argument("--pairs", type=int, default=15, help="steps of each")
+    add_option(parser)
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
@@ -44,6 +46,8 @@ def benchmark(arguments: argparse.Namespace) -> int:
     alone, many = (statistics.median(seconds[NUM_WARMUP:]) for seconds in found)
     ratio = statistics.median(b / a for a, b in zip(*(seconds[NUM_WARMUP:] for seconds in found), strict=True))
     print(f"1 holder {1e3 * alone:.1f} ms, {arguments.holders} holders {1e3 * many:.1f} ms, ratio of pairs {ratio:.3f}")
+    claim = f"a step with {arguments.holders} holders"
+    arguments.record.add(claim, 1e3 * many, "CPU ms", limit={"one holder": 1e3 * alone})
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from gpu import IN_PARTS, ROOT, TWO_STAGES, ZERO_BUBBLE, Row, make_store, train
 
+from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from threefold.scratch import fresh_folder
 
@@ -46,6 +47,7 @@ def main() -> int:
         "--layouts", nargs="+", choices=LAYOUTS, help="by default all that this machine's GPUs can hold"
     )
     parser.add_argument("--train-steps", type=int, default=50, help="steps of each")
+    add_option(parser)
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
@@ -66,6 +68,8 @@ def benchmark(arguments: argparse.Namespace) -> int:
     for name in names:
         loss, norm = gaps(steps[name], steps[ALONE])
         print(f"{name:<20} loss {loss:.1e}   gradient norm {norm:.2%}")
+        claim = f"largest difference of a loss, {name} from one GPU"
+        arguments.record.add(claim, loss, f"in {arguments.train_steps} steps")
         is_near = is_near and loss <= LOSSES_WITHIN and norm <= NORMS_WITHIN
     return 0 if is_near else 1
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from trainer.config.walk import config_from, read_toml
 from trainer.engine import Engine
@@ -56,6 +57,7 @@ def main() -> int:
     parser.add_argument("--vpp", type=int, default=1, dest="virtual_stages", help="parallel.virtual_stages")
     parser.add_argument("--schedule", default="1f1b", help="parallel.schedule")
     parser.add_argument("--trace", metavar="FILE", help="write the profile of the first rank there")
+    add_option(parser)
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
@@ -80,6 +82,8 @@ def benchmark(arguments: argparse.Namespace) -> int:
             print(f"{name}, {engine.mesh.layout}, attention {engine.choices.names['attention']}: ", end="")
             print(f"{shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
             print(f"{1e3 * median:.1f} ms, {shape.numel() / median / num_ranks:,.0f} tok/s, {peak:.1f} GiB")
+            claim = f"a step of {arguments.model}, {shape[0]} x {shape[1]} x {shape[2]}, {engine.mesh.layout}"
+            arguments.record.add(claim, 1e3 * median, "ms")
             print_kinds(profile)
             if arguments.trace:
                 profile.export_chrome_trace(arguments.trace)

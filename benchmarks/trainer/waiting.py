@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 
+from benchmarks.record import add_option
+
 FORMS = {"1 thread": (1, {}), "2 threads": (2, {}), "2 that wait passively": (2, {"OMP_WAIT_POLICY": "PASSIVE"})}
 
 
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
+    add_option(parser)
     options = parser.parse_args()
     if options.threads:
         print(measure(options.threads, options.seconds))
@@ -55,6 +58,9 @@ def main() -> None:
     for form, times in found.items():
         shown = ", ".join(f"{each:.1f}" for each in times)
         print(f"{form:<22} {shown} ms; {medians[form] / medians['1 thread']:.2f} of 1 thread")
+    alone, spinning, passive = (medians[form] / medians["1 thread"] for form in FORMS)
+    claim, peer = "two threads on a CPU that others use", {"two that spin": spinning}
+    options.record.add(claim, passive, "of the time of one", peer=peer, limit={"one thread": alone})
 
 
 if __name__ == "__main__":

@@ -6,36 +6,46 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.record import ratio
 from tools import results_page
-from tools.results_page import KITS, PAGE, ROOT, faults, page, rows
+from tools.results_page import KITS, PAGE, ROOT, all_claims, claims, faults, page
 
 
 def test_the_page_is_made_of_what_is_beside_the_results() -> None:
-    assert (ROOT / PAGE).read_text() == page(rows()), "run: python -m tools.results_page"
+    assert (ROOT / PAGE).read_text() == page(claims()), "run: python -m tools.results_page"
 
 
 def test_figures_are_in_their_results_and_scripts_are_there() -> None:
-    found = rows()
-    assert faults(found) == []
-    assert {row.result.parent.name for row in found} == set(KITS)
-    assert len(found) > 10
+    newest = claims()
+    assert faults(newest) == []
+    assert {claim.result.parent.name for claim in newest} == set(KITS)
+    assert len(newest) > 10
+
+
+def test_a_ratio_is_that_of_the_values_beside_it() -> None:
+    for claim in all_claims():
+        row = claim.row
+        assert row.ratio == ratio(row.value, {**row.peer, **row.limit}), row.claim
 
 
 def test_a_newer_row_of_one_claim_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "benchmarks" / "ops"
     folder.mkdir(parents=True)
-    row = {"claim": "a", "peer": "b: 2", "limit": "c", "card": "d", "command": "python benchmarks/ops/norm.py"}
-    for date, figure in (("2031-01-02", "4 ms"), ("2031-01-01", "5 ms")):
-        (folder / f"results-{date}.json").write_text(json.dumps([row | {"date": date, "figure": figure}]))
-        (folder / f"results-{date}.md").write_text("2, and 5 ms")
+    row = {
+        "claim": "a", "unit": "ms", "peer": {"b": 2, "b [s]": 1.5}, "limit": {}, "ratio": 2.0, "machine": "d",
+        "command": "python benchmarks/ops/norm.py",
+    }  # fmt: skip
+    for date, value in (("2031-01-02", 4000), ("2031-01-01", 5)):
+        (folder / f"results-{date}.json").write_text(json.dumps([row | {"date": date, "value": value}]))
+        (folder / f"results-{date}.md").write_text("2, and 5 ms, 1.5")
     monkeypatch.setattr(results_page, "ROOT", tmp_path)
-    [newest] = rows()
-    assert newest.figure == "4 ms"
-    assert "**4 ms**" in page([newest])
-    assert faults([newest]) == ["a: there is no benchmarks/ops/norm.py", "a: 4 is not in results-2031-01-02.md"]
+    [newest] = claims()
+    assert newest.row.value == 4000
+    assert "| a | **4,000 ms** | b: 2; b: 1.5 s | none | 2 | d | [2031-01-02](" in page([newest])
+    assert faults([newest]) == ["a: there is no benchmarks/ops/norm.py", "a: 4,000 is not in results-2031-01-02.md"]
     (folder / "results-2031-01-03.json").write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=r"benchmarks/ops/results-2031-01-03.json: .*missing"):
-        rows()
+        claims()
 
 
 def test_the_readme_cites_one_figure_of_each_kit() -> None:

@@ -66,7 +66,7 @@ def made_pages() -> dict[str, str]:
 
 def results_page() -> str:
     """Return the page of what holds today, and of the results of benchmarks by kit and date, the newest first."""
-    lines = [results.page(results.rows()), "## All results\n"]
+    lines = [results.page(results.claims()), "## All results\n"]
     for folder in sorted((ROOT / "benchmarks").iterdir()):
         pages = sorted(folder.glob("results*.md"), reverse=True) if folder.is_dir() else []
         lines += [f"### {folder.name}\n"] if pages else []
