@@ -7,9 +7,9 @@ state again, pickled values included. torch is not needed. Memory: two blocks of
 
 import time
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -18,7 +18,15 @@ from ckptkit.check.slabs import fill
 from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
 from ckptkit.foreign.dcp.torch_dist_folder import COMMON, COMMON_STATE, CONFIG
 from ckptkit.foreign.folder_claim import note_of
-from ckptkit.foreign.folder_export import ExportReport, FolderPlan, Progress, SourceSums, write_folder
+from ckptkit.foreign.folder_export import (
+    ExportReport,
+    FolderPlan,
+    LargeFile,
+    Piece,
+    Progress,
+    SourceReader,
+    write_folder,
+)
 from ckptkit.foreign.hf.contents import FILES
 from ckptkit.foreign.hf.export import MAX_SHARD_BYTES
 from ckptkit.foreign.stored_parts import Place
@@ -37,7 +45,7 @@ BLOCK_BYTES, CHUNK_BYTES, ALIGNMENT = 64 << 20, 256 << 20, 64
 MAX_CHUNK_BYTES = 0xFFFFFFFF - (1 << 20)  # of a zip without the extension for large files
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Item:
     """Elements [start, stop) of a tensor in a file: its zip begins at `offset`, None around a pickled value."""
 
@@ -47,20 +55,42 @@ class Item:
     offset: int
     around: TensorZip | None
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of its elements."""
-        return (self.stop - self.start) * ITEMSIZE[self.info.dtype]
+    @cached_property
+    def head(self) -> bytes:
+        """The bytes before its elements."""
+        return self.around.head if self.around else b""
 
     @property
     def begin(self) -> int:
         """Where its elements begin in the file."""
-        return self.offset + (len(self.around.head) if self.around else 0)
+        return self.offset + len(self.head)
 
     @property
+    def elements_end(self) -> int:
+        """Where its elements end in the file."""
+        return self.begin + (self.stop - self.start) * ITEMSIZE[self.info.dtype]
+
+    @cached_property
     def end(self) -> int:
         """Where the next item may begin."""
-        return self.begin + self.num_bytes + (len(self.around.tail(0)) if self.around else 0)
+        return self.elements_end + len(self.tail(0))
+
+    def tail(self, crc: int) -> bytes:
+        """Return the bytes behind its elements, which have a checksum."""
+        return self.around.tail(crc) if self.around else b""
+
+    def pieces(self, reader: SourceReader) -> Iterator[Piece]:
+        """Yield its zip's begin, its elements and its zip's end, which has their checksum."""
+        crc = 0
+
+        def read(first: int, last: int, memory: Bytes) -> None:
+            nonlocal crc
+            reader.read_bytes(self.info, self.start, first, last, memory)
+            crc = zlib.crc32(memory.data, crc)
+
+        yield Piece.made(self.offset, len(self.head), lambda: self.head)
+        yield Piece(self.begin, self.elements_end, read)
+        yield Piece.made(self.elements_end, self.end - self.elements_end, lambda: self.tail(crc))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +101,14 @@ class DcpFile:
     items: tuple[Item, ...]
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.items[-1].end
+    def head(self) -> bytes:
+        """How the file begins."""
+        return bytes(self.items[0].offset) + self.items[0].head
+
+    def pieces(self, reader: SourceReader) -> Iterator[Piece]:
+        """Yield zips and pickled values; zeros are between them."""
+        for item in self.items:
+            yield from item.pieces(reader)
 
 
 def export_dcp(
@@ -96,18 +131,16 @@ def export_dcp(
     state = _state(root, source.url)
     beside = _files_beside(source) if kind == "torch_dist" else {}
     root = replace(root, tensors={n: info for n, info in root.tensors.items() if n.removeprefix(FILES) not in beside})
-    files = {file.name: file for file in planned(root, state, max_shard_bytes)}
-    small = {FILE: write_metadata(_contents(root, state, list(files.values()))), **beside}
-    large, sums = {name: file.size_bytes for name, file in files.items()}, SourceSums(root, source.url)
+    files = planned(root, state, max_shard_bytes)
+    small = {FILE: write_metadata(_contents(root, state, files)), **beside}
+    sizes = {file.name: file.items[-1].end for file in files} | {name: len(data) for name, data in small.items()}
     plan = FolderPlan(
-        note=note_of(source, large | {name: len(data) for name, data in small.items()}, to=kind),
-        large=large,
-        heads={name: _head(file) for name, file in files.items()},
-        loads=lambda name: _FileLoader(source, files[name], sums).load,
+        note=note_of(source, sizes, to=kind),
+        large={file.name: LargeFile(sizes[file.name], file.head, file.pieces) for file in files},
         block_bytes=BLOCK_BYTES,
         small=small,
     )
-    return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
+    return write_folder(source, target, plan, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
 def _files_beside(source: ChunkSource) -> dict[str, bytes]:
@@ -200,52 +233,3 @@ def _contents(root: Root, state: DcpState, files: Iterable[DcpFile]) -> DcpConte
             tensors[name] = DcpTensor(_dtype(info, state), shape, chunks[info.placement.tied_to or name])
     paths = None if state.paths is None else {name: state.paths.get(name, (name,)) for name in root.tensors}
     return DcpContents(tensors, blobs, paths)
-
-
-def _head(file: DcpFile) -> bytes:
-    """Return how a file begins."""
-    first = file.items[0]
-    return bytes(first.offset) + (first.around.head if first.around else b"")
-
-
-class _FileLoader:
-    """What fills the blocks of one file."""
-
-    def __init__(self, source: ChunkSource, file: DcpFile, sums: SourceSums) -> None:
-        self._source, self._file, self._sums = source, file, sums
-        self._starts = [item.offset for item in file.items]
-        self._crc = 0  # of the item under way
-
-    def load(self, start: int, block: Bytes) -> None:
-        """Fill a block: zips, and zeros between them."""
-        stop = start + len(block)
-        block[:] = 0
-        number = max(bisect_right(self._starts, start) - 1, 0)
-        for item in self._file.items[number:]:
-            if item.offset >= stop:
-                break
-            if item.around is not None:
-                _put(block, start, item.offset, item.around.head)
-            self._load_elements(block, start, item)
-            if item.around is not None and item.begin + item.num_bytes < stop:
-                _put(block, start, item.begin + item.num_bytes, item.around.tail(self._crc))
-
-    def _load_elements(self, block: Bytes, start: int, item: Item) -> None:
-        """Fill what of an item's elements is in a block, and go on with its checksum."""
-        first, last = max(item.begin, start), min(item.begin + item.num_bytes, start + len(block))
-        if item.begin >= start:
-            self._crc = 0
-        if first >= last:
-            return
-        size, memory = ITEMSIZE[item.info.dtype], block[first - start : last - start]
-        begin, end = (item.start + (at - item.begin) // size for at in (first, last))
-        fill(self._source, [(item.info, begin, end)], memory)
-        self._sums.add(item.info, begin, end, memory)
-        self._crc = zlib.crc32(memory.data, self._crc)
-
-
-def _put(block: Bytes, start: int, at: int, data: bytes) -> None:
-    """Put what of some bytes at a place of the file is in a block that begins at `start`."""
-    first, last = max(at, start), min(at + len(data), start + len(block))
-    if first < last:
-        block[first - start : last - start] = np.frombuffer(data, np.uint8)[first - at : last - at]

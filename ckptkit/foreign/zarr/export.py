@@ -10,15 +10,22 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ckptkit.check.slabs import fill
 from ckptkit.foreign.folder_claim import note_of
-from ckptkit.foreign.folder_export import ExportReport, FolderPlan, Progress, SourceSums, write_folder
+from ckptkit.foreign.folder_export import (
+    ExportReport,
+    FolderPlan,
+    LargeFile,
+    Piece,
+    Progress,
+    SourceReader,
+    write_folder,
+)
 from ckptkit.foreign.zarr.folder import ATTRIBUTES, VERSION
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import tensor_lines
-from ckptkit.io.blocks import Bytes
 from ckptkit.io.torch_tensors import NAMES
 from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
@@ -39,6 +46,11 @@ class Chunk:
     stop: int
     size_bytes: int
 
+    def pieces(self, reader: SourceReader) -> Iterator[Piece]:
+        """Yield the elements; what is behind them is zeros."""
+        num_bytes = (self.stop - self.start) * ITEMSIZE[self.info.dtype]
+        yield Piece(0, num_bytes, partial(reader.read_bytes, self.info, self.start))
+
 
 def export_tensorstore(
     source: ChunkSource,
@@ -56,19 +68,16 @@ def export_tensorstore(
     root = source.root
     root.check_whole(source.url)
     held = [info for info in root.tensors.values() if info.placement.tied_to is None]
-    chunks = {chunk.name: chunk for info in sorted(held, key=storage_order) for chunk in chunks_of(info)}
+    chunks = [chunk for info in sorted(held, key=storage_order) for chunk in chunks_of(info)]
     small = {f"{info.name}/zarr.json": _array(info) for info in held} | {"zarr.json": _group(root)}
-    _check([*chunks, *small], source.url)
-    sums = SourceSums(root, source.url)
+    _check([*(chunk.name for chunk in chunks), *small], source.url)
     plan = FolderPlan(
         note=note_of(source, {}, to="tensorstore"),
-        large={name: chunk.size_bytes for name, chunk in chunks.items()},
-        heads=dict.fromkeys(chunks, b""),
-        loads=lambda name: _ChunkLoader(source, chunks[name], sums).load,
+        large={chunk.name: LargeFile(chunk.size_bytes, b"", chunk.pieces) for chunk in chunks},
         block_bytes=BLOCK_BYTES,
         small=small,
     )
-    return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
+    return write_folder(source, target, plan, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
 def chunk_rows(info: TensorInfo) -> int:
@@ -129,20 +138,3 @@ def _check(names: list[str], url: str) -> None:
         above = next(("/".join(words[:n]) for n in range(1, len(words)) if "/".join(words[:n]) in files), None)
         if above is not None:
             raise UserError(f"{url} has tensors of which one's file {above} is a folder of another", hint="--to dcp")
-
-
-class _ChunkLoader:
-    """What fills the blocks of one chunk."""
-
-    def __init__(self, source: ChunkSource, chunk: Chunk, sums: SourceSums) -> None:
-        self._source, self._chunk, self._sums = source, chunk, sums
-
-    def load(self, start: int, block: Bytes) -> None:
-        """Fill a block with elements, and with zeros behind the last."""
-        chunk, size = self._chunk, ITEMSIZE[self._chunk.info.dtype]
-        first, last = (min(chunk.start + at // size, chunk.stop) for at in (start, start + len(block)))
-        memory = block[: (last - first) * size]
-        block[len(memory) :] = 0
-        if len(memory):
-            fill(self._source, [(chunk.info, first, last)], memory)
-            self._sums.add(chunk.info, first, last, memory)
