@@ -56,7 +56,7 @@ def fill(source: ChunkSource, ranges: Sequence[tuple[TensorInfo, int, int]], buf
     The hint of damage names other steps of the run that is read, as readers of several runs may be at work.
     """
     wanted = ChunkTable.of([
-        (info, Box((0,) * len(info.shape), info.shape), start, stop) for info, start, stop in ranges
+        (info, Box.whole(info.shape), start, stop) for info, start, stop in ranges
     ])  # fmt: skip
     places = np.cumsum([0] + [(stop - start) * ITEMSIZE[info.dtype] for info, start, stop in ranges])
     try:

@@ -74,7 +74,7 @@ class SourceReader:
         at, value = self._read.pop(info.name, (0, 0))
         if start != at:  # it is not read from its begin
             return
-        sums = ChunkSums(ChunkTable.of([(info, Box((0,) * len(info.shape), info.shape), start, stop)]), 0)
+        sums = ChunkSums(ChunkTable.of([(info, Box.whole(info.shape), start, stop)]), 0)
         sums.add(memory, 0)
         value ^= int(sums.values[0])
         if stop < info.numel:

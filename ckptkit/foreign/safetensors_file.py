@@ -10,7 +10,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.shown import said, shown
+from ckptkit.foreign.checks import checked, size_of
+from ckptkit.foreign.shown import shown
 from ckptkit.model.tensor import ITEMSIZE, MAX_DIMS, MAX_NAME_BYTES, MAX_NUMEL
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
@@ -45,24 +46,17 @@ def read_file(storage: Storage, key: str, start: int = 0) -> tuple[dict[str, For
 
     CheckFailed if the file is missing, cut short or contradicts itself; UserError for a dtype that is not known.
     """
-    info, where = storage.info(key), f"{storage.url}/{key}"
-    if info is None:
-        raise CheckFailed(f"{where} is missing", hint="fetch the folder again")
-    size, begin = info.size_bytes, start + 8
+    where, size, begin = f"{storage.url}/{key}", size_of(storage, key), start + 8
     length = struct.unpack("<Q", storage.read_ranges(key, [(start, begin)])[0])[0] if size >= begin else 0
     if not 2 <= length <= min(size - begin, MAX_HEADER_BYTES):
         raise CheckFailed(f"{where} is not a safetensors file, or was cut short ({size:,} bytes)")
     text = bytes(storage.read_ranges(key, [(begin, begin + length)])[0])
-    try:
+    with checked(f"{where} has no sound safetensors header"):
         document = json.loads(text, object_pairs_hook=_without_doubles)
         metadata = document.pop("__metadata__", None) or {}
         if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
             raise ValueError("__metadata__ is not of texts")
-        tensors = [_tensor(name, key, row, begin + length) for name, row in document.items()]
-    except UserError as error:
-        raise UserError(f"{where}: {error.message}") from None
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckFailed(f"{where} has no sound safetensors header: {said(error)}") from None
+        tensors = [_tensor(where, name, key, row, begin + length) for name, row in document.items()]
     end = begin + length
     for tensor in sorted(tensors, key=lambda each: (each.offset, each.size_bytes)):
         if tensor.offset != end:
@@ -74,12 +68,12 @@ def read_file(storage: Storage, key: str, start: int = 0) -> tuple[dict[str, For
     return {tensor.name: tensor for tensor in tensors}, metadata, size
 
 
-def _tensor(name: str, key: str, row: dict[str, Any], data_offset: int) -> ForeignTensor:
+def _tensor(where: str, name: str, key: str, row: dict[str, Any], data_offset: int) -> ForeignTensor:
     dtype, shape, (start, stop) = row["dtype"], row["shape"], row["data_offsets"]
     if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
         raise ValueError(f"a tensor name of {len(name.encode())} bytes")
     if dtype not in ITEMSIZE:
-        raise UserError(f"tensor {name} has dtype {shown(dtype)}, known are {', '.join(ITEMSIZE)}")
+        raise UserError(f"{where}: tensor {name} has dtype {shown(dtype)}, known are {', '.join(ITEMSIZE)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS:
         raise ValueError(f"{name}: shape {shown(shape)}")
     for number in (*shape, start, stop):

@@ -3,7 +3,7 @@
 What the files hold with its elements in another order is read whole and turned in memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from ckptkit.format.tensor_rows import check_tensor
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.torch_tensors import STORED
 from ckptkit.model.box import Box
-from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.cover import Cover
@@ -86,36 +85,36 @@ class StoredParts:
         self._root, self._files = root, files
         self._behind: list[tuple[str, StoredTensor] | bytes] = []  # each part behind the files: turned, or made
         self._kept: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
-        self.stored = self._stored(found, raw)
+        stored = StoredChunks.of_boxes(self._boxes(found, raw))
+        self.stored = stored.take(np.argsort(stored.chunks.tensor, kind="stable"))
         index = PartIndex(self.stored.chunks, 0, 0, np.empty(0, np.uint64))
         cover = Cover(list(root.tensors.values()))
         cover.add(index, url)
         cover.check(url, lambda: iter([(0, index)]))
 
-    def _stored(self, found: Sequence[Found], raw: Mapping[str, Place | bytes]) -> StoredChunks:
-        """Return all chunks: the part and the place of each."""
-        chunks, parts, offsets, numbers = [], [], [], self._files.numbers
-        for each in found:
-            info, shape, offset = self._root.tensors[each.name], each.box.shape, each.box.offset
-            if len(info.shape) > len(shape):
-                shape, offset = (*shape, info.shape[-1]), (*offset, 0)
-            box = Box(offset, shape)
-            chunks.append((info, box, 0, box.numel))
-            is_plain = each.place.is_row_major
-            parts.append(numbers[each.file] if is_plain else self._after((each.file, each.place)))
-            offsets.append(each.place.offset if is_plain else 0)
-        for name, place in raw.items():
+    def _boxes(
+        self, found: Sequence[Found], raw: Mapping[str, Place | bytes]
+    ) -> Iterator[tuple[TensorInfo, Box, int, int]]:
+        """Yield the box, the part and the place there of each chunk."""
+        numbers = self._files.numbers
+        for chunk in found:
+            info, box, place = self._root.tensors[chunk.name], chunk.box, chunk.place
+            if len(info.shape) > len(box.shape):
+                box = Box((*box.offset, 0), (*box.shape, info.shape[-1]))
+            is_plain = place.is_row_major
+            yield info, box, *((numbers[chunk.file], place.offset) if is_plain else self._after((chunk.file, place)))
+        for name, stored in raw.items():
             info = self._root.tensors[name]
-            chunks.append((info, Box((0,), info.shape), 0, info.numel))
-            parts.append(self._after(place) if isinstance(place, bytes) else numbers[place.file])
-            offsets.append(0 if isinstance(place, bytes) else place.offset)
-        table = ChunkTable.of(chunks)
-        order = np.argsort(table.tensor, kind="stable")
-        return StoredChunks(table, np.array(parts, np.int64), np.array(offsets, np.int64)).take(order)
+            yield (
+                info,
+                Box.whole(info.shape),
+                *(self._after(stored) if isinstance(stored, bytes) else (numbers[stored.file], stored.offset)),
+            )
 
-    def _after(self, part: tuple[str, StoredTensor] | bytes) -> int:
+    def _after(self, part: tuple[str, StoredTensor] | bytes) -> tuple[int, int]:
+        """Return the place of a part behind the files."""
         self._behind.append(part)
-        return len(self._files.names) + len(self._behind) - 1
+        return len(self._files.names) + len(self._behind) - 1, 0
 
     def ordered(self, number: int) -> Bytes:
         """Return the bytes of a chunk whose elements are stored in another order, or that no file has."""

@@ -16,6 +16,11 @@ class Box:
     offset: tuple[int, ...]  # the first index in each dim
     shape: tuple[int, ...]  # the length in each dim
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        """Return the box of a whole tensor."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         """Return the elements of the box."""

@@ -1,11 +1,12 @@
 """The chunks that a checkpoint stores, joined from its part indexes over one tensor table. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ckptkit.format.part_index import PartIndex
+from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.tensor import TensorInfo
 from threefold.errors import CheckFailed
@@ -59,6 +60,14 @@ class StoredChunks:
     chunks: ChunkTable
     part: Ints
     offset: Ints
+
+    @classmethod
+    def of_boxes(cls, boxes: Iterable[tuple[TensorInfo, Box, int, int]]) -> "StoredChunks":
+        """Return whole boxes of tensors, given the part and the offset of each."""
+        rows = list(boxes)
+        chunks = ChunkTable.of([(info, box, 0, box.numel) for info, box, *_ in rows])
+        part, offset = np.array([place for *_, place, _ in rows], np.int64), np.array([at for *_, at in rows], np.int64)
+        return cls(chunks, part, offset)
 
     def take(self, rows: Ints) -> "StoredChunks":
         """Return some chunks, in the given order."""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from types import MappingProxyType
 
+from ckptkit.foreign.checks import FETCH, checked_size
 from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, read_metadata
 from ckptkit.foreign.dcp.safetensors import Part, read_folder, read_parts
 from ckptkit.foreign.folder import ForeignFolder
@@ -43,15 +44,12 @@ class DcpFolder(ForeignFolder):
 
     def read_contents(self) -> DcpContents:
         """Return what `.metadata` says."""
-        where = f"{self.storage.url}/{FILE}"
-        info = self.storage.info(FILE)
-        if info is None and (found := read_folder(self.storage)) is not None:
-            contents, self._parts = found
+        info, where = self.storage.info(FILE), f"{self.storage.url}/{FILE}"
+        if info is None and (whole := read_folder(self.storage)) is not None:
+            contents, self._parts = whole
             return contents
-        if info is None:
-            raise CheckFailed(f"{where} is missing", hint="name a folder that torch.distributed.checkpoint wrote")
-        if info.size_bytes > MAX_BYTES:
-            raise CheckFailed(f"{where} has {info.size_bytes:,} bytes, more than such a file may have")
+        hint = "name a folder that torch.distributed.checkpoint wrote"
+        checked_size(where, None if info is None else info.size_bytes, MAX_BYTES, hint=hint)
         return read_metadata(self.storage.read(FILE), where)
 
     @cached_property
@@ -68,7 +66,7 @@ class DcpFolder(ForeignFolder):
             if found.get(name, -1) < end
         ]
         if faults:
-            raise CheckFailed(f"{self.storage.url} is not whole:{listed(faults)}", hint="fetch the folder again")
+            raise CheckFailed(f"{self.storage.url} is not whole:{listed(faults)}", hint=FETCH)
         if others := sorted(found.keys() - ends.keys() - {FILE, INDEX}):
             log(f"warning: {self.url} holds what is not read: {shown_names(others)}")
         return {name: found[name] for name in ends}

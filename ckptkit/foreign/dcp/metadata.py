@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.shown import said, shown
+from ckptkit.foreign.checks import checked, inner_file, row_of_sizes
+from ckptkit.foreign.shown import shown
 from ckptkit.foreign.stored_parts import Place
 from ckptkit.foreign.torch_files.pickle_writer import Call, Global, Made, Pairs, pickled
 from ckptkit.foreign.torch_files.restricted_pickle import Name, Record, parsed
 from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES
 from ckptkit.format.dcp_state import Path, checked_path
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 
 FILE, VERSION = ".metadata", "1.0.0"
 _FLATTENED = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
@@ -64,9 +65,9 @@ class DcpContents:
 
 def read_metadata(data: bytes, where: str) -> DcpContents:
     """Return what `.metadata` says, checked; CheckFailed or UserError if it is damaged or not understood."""
-    found = parsed(data, ALLOWED, where)
-    try:
-        fields = _fields(found, f"{_MODULE}.Metadata")
+    record = parsed(data, ALLOWED, where)
+    with checked(f"{where} is not what torch.distributed.checkpoint writes"):
+        fields = _fields(record, f"{_MODULE}.Metadata")
         if fields.get("mcore_data"):
             text = f"{where} is of a megatron-core that saved optimizer states in one dimension, which are not read"
             raise UserError(text, hint="load it with megatron-core 0.16 or newer and save it again")
@@ -81,10 +82,6 @@ def read_metadata(data: bytes, where: str) -> DcpContents:
                 tensors[name] = _tensor(name, _fields(described, f"{_MODULE}.TensorStorageMetadata"), places, where)
         paths = fields.get("planner_data")
         return DcpContents(tensors, blobs, None if paths is None else {n: checked_path(p) for n, p in paths.items()})
-    except UserError:
-        raise
-    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CheckFailed(f"{where} is not what torch.distributed.checkpoint writes: {said(error)}") from None
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
@@ -105,9 +102,7 @@ def _size(value: Any) -> Ints:
     """Return a torch.Size; ValueError for what is not one."""
     if isinstance(value, Record) and value.name == "torch.Size":
         [value] = value.args or ((),)
-    if not isinstance(value, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in value):
-        raise ValueError(f"{shown(value)} is not a size")
-    return tuple(value)
+    return row_of_sizes(value)
 
 
 def _place(record: Any, where: str) -> Place:
@@ -116,10 +111,7 @@ def _place(record: Any, where: str) -> Place:
         raise UserError(
             f"{where}: files were written through {shown(transforms)}, which is not read", hint="save without it"
         )
-    file, [offset, length] = fields["relative_path"], _size((fields["offset"], fields["length"]))
-    if not isinstance(file, str) or not all(part not in ("", ".", "..") for part in file.split("/")):
-        raise ValueError(f"{shown(file)} is not a file of the folder")
-    return Place(file, offset, length)
+    return Place(inner_file(fields["relative_path"]), *row_of_sizes((fields["offset"], fields["length"])))
 
 
 def _tensor(
@@ -130,8 +122,8 @@ def _tensor(
         kind = f"{shown(dtype)} and layout {shown(layout.args[0] if layout.args else None)}"
         raise UserError(f"{where}: {name} is a tensor of {kind}, which is not read")
     shape, chunks = _size(fields["size"]), []
-    for each in fields["chunks"]:
-        box = _fields(each, f"{_MODULE}.ChunkStorageMetadata")
+    for described in fields["chunks"]:
+        box = _fields(described, f"{_MODULE}.ChunkStorageMetadata")
         offset, size = _size(box["offsets"]), _size(box["sizes"])
         if any(a + n > whole for a, n, whole in zip(offset, size, shape, strict=True)):
             raise ValueError(f"{name} {list(shape)} has a chunk {list(size)} at {list(offset)}")

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptkit.foreign.checks import FETCH, checked, row_of_sizes
 from ckptkit.foreign.dcp.metadata import DcpChunk, DcpContents, DcpTensor, Ints
 from ckptkit.foreign.hf.contents import INDEX, WEIGHTS, read_places
 from ckptkit.foreign.safetensors_file import ForeignTensor, read_file
-from ckptkit.foreign.shown import said
 from ckptkit.foreign.stored_parts import Place
 from ckptkit.foreign.torch_files.zip_reader import StoredTensor
 from ckptkit.io.torch_tensors import NAMES
@@ -45,21 +45,13 @@ class Part:
 def read_parts(storage: Storage, key: str, start: int = 0) -> dict[str, Part]:
     """Return what a file holds from a byte on, by name; CheckFailed if it is not sound."""
     tensors, metadata, _ = read_file(storage, key, start)
-    try:
-        offsets = {
-            name: tuple(each["saved_offsets"]) for name, each in json.loads(metadata.get(SHARDING, "{}")).items()
-        }
-        found = {name: Part(offsets.get(name, (0,) * len(each.shape)), each) for name, each in tensors.items()}
-        if any(len(part.offset) != len(part.tensor.shape) or not _are_places(part.offset) for part in found.values()):
+    with checked(f"{storage.url}/{key} does not say where its tensors begin as torch does", "fetch the file again"):
+        described = json.loads(metadata.get(SHARDING, "{}")).items()
+        offsets = {name: row_of_sizes(fields["saved_offsets"]) for name, fields in described}
+        parts = {name: Part(offsets.get(name, (0,) * len(each.shape)), each) for name, each in tensors.items()}
+        if any(len(part.offset) != len(part.tensor.shape) for part in parts.values()):
             raise ValueError("places of other dims than the tensors")
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        text = f"{storage.url}/{key} does not say where its tensors begin as torch does: {said(error)}"
-        raise CheckFailed(text, hint="fetch the file again") from None
-    return found
-
-
-def _are_places(offset: Ints) -> bool:
-    return all(type(each) is int and 0 <= each < 1 << 48 for each in offset)
+    return parts
 
 
 def read_folder(storage: Storage) -> tuple[DcpContents, dict[str, dict[str, Part]]] | None:
@@ -90,7 +82,7 @@ def _whole(storage: Storage, files: Mapping[str, Mapping[str, Part]]) -> dict[st
         for name, part in parts.items():
             if any(part.offset):
                 text = f"{storage.url}/{key} holds {name} from {list(part.offset)} on, the rest is in no file"
-                raise CheckFailed(text, hint="fetch the folder again")
+                raise CheckFailed(text, hint=FETCH)
             shape, place = part.tensor.shape, Place(key, part.tensor.offset, part.tensor.size_bytes)
             tensors[name] = DcpTensor(part.dtype, shape, [DcpChunk(part.offset, shape, place)])
     return tensors

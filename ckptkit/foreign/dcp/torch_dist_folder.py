@@ -8,12 +8,13 @@ import json
 from dataclasses import replace
 from functools import cached_property
 
+from ckptkit.foreign.checks import checked, size_of
 from ckptkit.foreign.dcp.folder import DcpFolder
 from ckptkit.foreign.dcp.metadata import FILE, DcpContents
 from ckptkit.foreign.hf.contents import FILES
-from ckptkit.foreign.shown import said, shown
+from ckptkit.foreign.shown import shown
 from ckptkit.foreign.stored_parts import Place
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 from threefold.storage import Storage
 
 CONFIG, COMMON = "metadata.json", "common.pt"
@@ -23,6 +24,7 @@ BACKENDS = {
     "common_backend": "torch", "common_backend_version": 1,
 }  # fmt: skip
 MAX_FILE_BYTES = 256 << 20
+HINT = "name a folder that megatron-core's dist_checkpointing wrote, iter_0000100 for instance"
 
 
 class TorchDistFolder(DcpFolder):
@@ -33,36 +35,25 @@ class TorchDistFolder(DcpFolder):
     @cached_property
     def contents(self) -> DcpContents:
         """Return what `.metadata` says, and the files beside it; CheckFailed or UserError if it is not understood."""
-        sizes = {CONFIG: _size(self.storage, CONFIG)}
+        sizes = {CONFIG: size_of(self.storage, CONFIG, MAX_FILE_BYTES, hint=HINT)}
         _check_backends(self.storage)
-        found, keys = self.read_contents(), [info.key for info in self.storage.list()]
-        if COMMON in keys or COMMON_STATE not in found.blobs:
-            sizes[COMMON] = _size(self.storage, COMMON)
+        contents, keys = self.read_contents(), [info.key for info in self.storage.list()]
+        if COMMON in keys or COMMON_STATE not in contents.blobs:
+            sizes[COMMON] = size_of(self.storage, COMMON, MAX_FILE_BYTES, hint=HINT)
         others = [key for key in keys if key not in (CONFIG, COMMON, FILE) and not key.endswith(".distcp")]
         if others:
             text = f"{self.storage.url} holds {others[0]}, which is not read"
             raise UserError(text, hint="save it by torch_dist alone")
-        return replace(found, blobs={**found.blobs, **{FILES + n: Place(n, 0, size) for n, size in sizes.items()}})
-
-
-def _size(storage: Storage, name: str) -> int:
-    info = storage.info(name)
-    if info is None:
-        hint = "name a folder that megatron-core's dist_checkpointing wrote, iter_0000100 for instance"
-        raise CheckFailed(f"{storage.url}/{name} is missing", hint=hint)
-    if info.size_bytes > MAX_FILE_BYTES:
-        raise CheckFailed(f"{storage.url}/{name} has {info.size_bytes:,} bytes, more than such a file may have")
-    return info.size_bytes
+        beside = {FILES + name: Place(name, 0, size) for name, size in sizes.items()}
+        return replace(contents, blobs={**contents.blobs, **beside})
 
 
 def _check_backends(storage: Storage) -> None:
     where = f"{storage.url}/{CONFIG}"
-    try:
-        found = json.loads(storage.read(CONFIG))
-        named = {key: found.get(key, BACKENDS[key]) for key in BACKENDS}
-    except (AttributeError, ValueError, RecursionError) as error:
-        raise CheckFailed(f"{where} is not what megatron-core writes: {said(error)}") from None
-    if named != BACKENDS or "sharded_backend" not in found:
+    with checked(f"{where} is not what megatron-core writes"):
+        config = json.loads(storage.read(CONFIG))
+        named = {key: config.get(key, BACKENDS[key]) for key in BACKENDS}
+    if named != BACKENDS or "sharded_backend" not in config:
         wrong = ", ".join(f"{key} {shown(value)}" for key, value in named.items() if value != BACKENDS[key])
         text = f"{where} says {wrong or 'no backend'}, which is not read"
         raise UserError(text, hint="save it with --dist-ckpt-format torch_dist")

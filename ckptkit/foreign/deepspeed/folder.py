@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ckptkit.foreign.checks import FETCH, checked
 from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.foreign.folder_source import FolderSource
-from ckptkit.foreign.shown import said
 from ckptkit.foreign.stored_parts import Found, stored_source, table_of
 from ckptkit.foreign.torch_files.archive import description, read_archive
 from ckptkit.foreign.torch_files.zip_reader import Ints, StoredTensor
@@ -69,7 +69,7 @@ class UcpFolder(ForeignFolder):
         missing += [f"zero/{name}: all, and the optimizer has it" for name in lost]
         if missing:
             text = f"{self.storage.url} lacks files of parameters:{listed(missing)}"
-            raise CheckFailed(text, hint="fetch the folder again")
+            raise CheckFailed(text, hint=FETCH)
         if stateless:
             log(f"warning: {self.url} has weights without optimizer state: {shown_names(sorted(stateless))}")
         if others := sorted(sizes.keys() - files.keys()):
@@ -88,8 +88,8 @@ class UcpFolder(ForeignFolder):
             else:
                 if tensor is value and tensor.shape:
                     tensor = _shaped(tensor, shapes.get(match[1]), f"{self.storage.url}/{name}")
-                whole = Box((0,) * len(tensor.shape), tensor.shape)
-                tensors.append(Found(f"optim.{KINDS.get(match[2], match[2])}/{match[1]}", whole, name, tensor))
+                own = f"optim.{KINDS.get(match[2], match[2])}/{match[1]}"
+                tensors.append(Found(own, Box.whole(tensor.shape), name, tensor))
         if faults:
             raise UserError(f"{self.url} holds what is not read:{listed(faults)}")
         _check_states(self.storage.url, tensors)
@@ -99,7 +99,7 @@ class UcpFolder(ForeignFolder):
         """Return the shape of each parameter, as the first file of the module's state has them."""
         if self._module_file(sizes) is None:
             text = f"{self.storage.url} has tensors of ZeRO-3, which are flat, and no *{SHAPES} with their shapes"
-            raise CheckFailed(text, hint="fetch the folder again")
+            raise CheckFailed(text, hint=FETCH)
         with self._described(sizes) as described:
             return {name: tuple(size.args[0]) for group in described["param_shapes"] for name, size in group.items()}
 
@@ -117,14 +117,10 @@ class UcpFolder(ForeignFolder):
     @contextmanager
     def _described(self, sizes: Mapping[str, int]) -> Iterator[Any]:
         """Yield the module's state for a look at it, in which what is not as DeepSpeed writes it is a CheckFailed."""
-        found = self._module_file(sizes)
-        assert found is not None, "there is one"
-        try:
-            yield description(self.storage, found, OTHERS)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            where = f"{self.storage.url}/{found}"
-            text = f"{where} has no shapes of parameters as DeepSpeed writes them: {said(error)}"
-            raise CheckFailed(text, hint="fetch the folder again") from None
+        file = self._module_file(sizes)
+        assert file is not None, "there is one"
+        with checked(f"{self.storage.url}/{file} has no shapes of parameters as DeepSpeed writes them", FETCH):
+            yield description(self.storage, file, OTHERS)
 
     def _module_file(self, sizes: Mapping[str, int]) -> str | None:
         return min((name for name in sizes if name.endswith(SHAPES)), default=None)

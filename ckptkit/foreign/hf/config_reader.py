@@ -5,7 +5,7 @@ it, and everything else carries its tensors as they are.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.foreign.hf.model_table import ModelTable
@@ -66,30 +66,40 @@ def _with_rope(model: ModelTable, config: Config) -> ModelTable:
     model = replace(model, rope_theta=theta)
     if share not in (1.0, None):
         model = _beyond(model, f"rotary positions on a share of each head (partial_rotary_factor {shown(share)})")
-    if kind == "default":
-        return model
-    if kind == "linear":
-        return replace(model, rope_scaling="linear", rope_factor=_real(rope, "factor"))
-    if kind == "llama3":
-        return replace(
-            model,
-            rope_scaling="llama3",
-            rope_factor=_real(rope, "factor"),
-            rope_low_factor=_real(rope, "low_freq_factor"),
-            rope_high_factor=_real(rope, "high_freq_factor"),
-            rope_original_length=_number(rope, "original_max_position_embeddings"),
-        )
-    return _beyond(model, f"rope_scaling of type {shown(kind)} (known are linear and llama3)")
+    match kind:
+        case "default":
+            return model
+        case "linear":
+            return replace(model, rope_scaling="linear", rope_factor=_real(rope, "factor"))
+        case "llama3":
+            return replace(
+                model,
+                rope_scaling="llama3",
+                rope_factor=_real(rope, "factor"),
+                rope_low_factor=_real(rope, "low_freq_factor"),
+                rope_high_factor=_real(rope, "high_freq_factor"),
+                rope_original_length=_number(rope, "original_max_position_embeddings"),
+            )
+        case _:
+            return _beyond(model, f"rope_scaling of type {shown(kind)} (known are linear and llama3)")
 
 
-def llama(config: Config) -> ModelTable:
-    """Return the model of a Llama, whose attention never slides."""
-    return llama_like({**config, "sliding_window": None})
+@dataclass(frozen=True)
+class LlamaLike:
+    """A family of Llama's kind: what it has of `defaults` where config.json has no such key, and of `fixed` always.
 
+    `fields` are those of the model that follow from the family, `beyond` what it does that the trainer does not.
+    """
 
-def mistral(config: Config) -> ModelTable:
-    """Return the model of a Mistral."""
-    return llama_like({"sliding_window": 4096, "num_key_value_heads": 8, **config})
+    defaults: Config = field(default_factory=dict)
+    fixed: Config = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    beyond: tuple[str, ...] = ()
+
+    def __call__(self, config: Config) -> ModelTable:
+        """Return the model of a config.json."""
+        model = llama_like({**self.defaults, **config, **self.fixed})
+        return _beyond(replace(model, **self.fields), *self.beyond)
 
 
 def mixtral(config: Config) -> ModelTable:
@@ -98,34 +108,23 @@ def mixtral(config: Config) -> ModelTable:
     return replace(llama_like(config), num_experts=experts, experts_per_token=per_token)
 
 
-def qwen2(config: Config) -> ModelTable:
-    """Return the model of a Qwen2."""
-    defaults = {"use_sliding_window": False, "sliding_window": 4096}
-    return replace(llama_like({**defaults, **config, "attention_bias": False, "mlp_bias": False}), qkv_bias=True)
-
-
-def qwen3(config: Config) -> ModelTable:
-    """Return the model of a Qwen3."""
-    defaults = {"use_sliding_window": False, "sliding_window": 4096, "head_dim": 128}
-    return replace(llama_like({**defaults, **config}), qk_norm=True)
-
-
-def phi3(config: Config) -> ModelTable:
-    """Return the model of a Phi-3, whose folder fuses q, k and v, and gate and up."""
-    return llama_like({"rms_norm_eps": 1e-5, **config})
-
-
-def olmo2(config: Config) -> ModelTable:
-    """Return the model of an OLMo 2, whose norms are behind attention and MLP."""
-    model = replace(llama_like({"rms_norm_eps": 1e-5, **config}), norms="after", wide_qk_norm=True)
-    return _beyond(model, "norms behind attention and MLP", "norms of queries and keys over all heads")
-
-
-def gemma(config: Config) -> ModelTable:
-    """Return the model of a Gemma: norms of 1 + weight, an MLP of GELU and gate, scaled embeddings."""
-    defaults = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-    model = llama_like({**defaults, **config})
-    return _beyond(model, "norms by 1 + weight", "embeddings times the square root of hidden_size")
+QWEN = {"use_sliding_window": False, "sliding_window": 4096}
+GEMMA = LlamaLike(
+    {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    beyond=("norms by 1 + weight", "embeddings times the square root of hidden_size"),
+)
+LLAMA_LIKE = {  # by model_type
+    "llama": LlamaLike(fixed={"sliding_window": None}),
+    "mistral": LlamaLike({"sliding_window": 4096, "num_key_value_heads": 8}),
+    "qwen2": LlamaLike(QWEN, {"attention_bias": False, "mlp_bias": False}, {"qkv_bias": True}),
+    "qwen3": LlamaLike(QWEN | {"head_dim": 128}, fields={"qk_norm": True}),
+    "phi3": LlamaLike({"rms_norm_eps": 1e-5}),
+    "olmo2": LlamaLike(
+        {"rms_norm_eps": 1e-5}, fields={"norms": "after", "wide_qk_norm": True},
+        beyond=("norms behind attention and MLP", "norms of queries and keys over all heads"),
+    ),
+    "gemma": GEMMA,
+}  # fmt: skip
 
 
 def gemma2(config: Config) -> ModelTable:
@@ -145,7 +144,7 @@ def gemma3(config: Config) -> ModelTable:
 
 
 def _gemma_of_both_norms(config: Config) -> ModelTable:
-    model = replace(gemma({"sliding_window": 4096, **config}), norms="both")
+    model = replace(GEMMA({"sliding_window": 4096, **config}), norms="both")
     beyond = ["norms behind attention and MLP"]
     caps = {"attn_logit_softcapping": "attention's scores", "final_logit_softcapping": "logits"}
     beyond += [f"a soft cap of {what} ({shown(config[name])})" for name, what in caps.items() if config.get(name)]

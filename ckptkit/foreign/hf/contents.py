@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
+from ckptkit.foreign.checks import checked, size_of
 from ckptkit.foreign.hf.families import Family, family_of
 from ckptkit.foreign.hf.model_table import ModelTable, Row
 from ckptkit.foreign.safetensors_file import ForeignTensor, read_header
@@ -98,18 +99,13 @@ def _model_hint(storage: Storage) -> str:
 
 def read_json(storage: Storage, key: str) -> dict[str, Any]:
     """Return the JSON object that a file of the folder holds; CheckFailed if it is missing or damaged."""
-    info, where = storage.info(key), f"{storage.url}/{key}"
-    if info is None:
-        raise CheckFailed(f"{where} is missing", hint=_model_hint(storage))
-    if info.size_bytes > MAX_JSON_BYTES:
-        raise CheckFailed(f"{where} has {info.size_bytes:,} bytes, more than such a file may have")
-    try:
-        found = json.loads(storage.read(key))
-    except (ValueError, RecursionError) as error:
-        raise CheckFailed(f"{where} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    where = f"{storage.url}/{key}"
+    size_of(storage, key, MAX_JSON_BYTES, hint=_model_hint(storage))
+    with checked(f"{where} is not JSON"):
+        document = json.loads(storage.read(key))
+    if not isinstance(document, dict):
         raise CheckFailed(f"{where} holds no JSON object")
-    return found
+    return document
 
 
 def misfits(rows: tuple[Row, ...], tensors: Mapping[str, ForeignTensor]) -> list[str]:

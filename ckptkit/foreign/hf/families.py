@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.foreign.hf import config_reader as reader
 from ckptkit.foreign.hf import config_writer as writer
-from ckptkit.foreign.hf.config_reader import Config
+from ckptkit.foreign.hf.config_reader import LLAMA_LIKE, Config
 from ckptkit.foreign.hf.model_table import ModelTable, Row, parameters
 from ckptkit.foreign.shown import shown
 from threefold.errors import UserError
@@ -96,14 +96,14 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias")
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "LlamaForCausalLM", "model.", reader.llama, _LLAMA, writer.biased_config),
-        Family("mistral", "MistralForCausalLM", "model.", reader.mistral, _LLAMA, writer.mistral_config),
+        Family("llama", "LlamaForCausalLM", "model.", LLAMA_LIKE["llama"], _LLAMA, writer.biased_config),
+        Family("mistral", "MistralForCausalLM", "model.", LLAMA_LIKE["mistral"], _LLAMA, writer.mistral_config),
         Family("mixtral", "MixtralForCausalLM", "model.", reader.mixtral, _MIXTRAL, writer.mixtral_config),
-        Family("qwen2", "Qwen2ForCausalLM", "model.", reader.qwen2, _LLAMA, writer.qwen_config),
-        Family("qwen3", "Qwen3ForCausalLM", "model.", reader.qwen3, _LLAMA, writer.qwen_config),
-        Family("phi3", "Phi3ForCausalLM", "model.", reader.phi3, _PHI3),
-        Family("olmo2", "Olmo2ForCausalLM", "model.", reader.olmo2, _BOTH_NORMS),
-        Family("gemma", "GemmaForCausalLM", "model.", reader.gemma, _LLAMA),
+        Family("qwen2", "Qwen2ForCausalLM", "model.", LLAMA_LIKE["qwen2"], _LLAMA, writer.qwen_config),
+        Family("qwen3", "Qwen3ForCausalLM", "model.", LLAMA_LIKE["qwen3"], _LLAMA, writer.qwen_config),
+        Family("phi3", "Phi3ForCausalLM", "model.", LLAMA_LIKE["phi3"], _PHI3),
+        Family("olmo2", "Olmo2ForCausalLM", "model.", LLAMA_LIKE["olmo2"], _BOTH_NORMS),
+        Family("gemma", "GemmaForCausalLM", "model.", LLAMA_LIKE["gemma"], _LLAMA),
         Family("gemma2", "Gemma2ForCausalLM", "model.", reader.gemma2, _BOTH_NORMS),
         Family("gemma3_text", "Gemma3ForCausalLM", "model.", reader.gemma3, _BOTH_NORMS),
         Family(

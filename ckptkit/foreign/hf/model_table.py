@@ -80,7 +80,7 @@ class Row:
     def box(self) -> Box:
         """What of the run's tensor it is."""
         if self.expert is None:
-            return Box((0,) * len(self.shape), self.shape)
+            return Box.whole(self.shape)
         return Box((self.expert, *(0 for _ in self.shape[1:])), (1, *self.shape[1:]))
 
     @property

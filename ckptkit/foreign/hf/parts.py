@@ -11,7 +11,6 @@ from ckptkit.foreign.hf.model_table import Row
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Bytes
 from ckptkit.model.box import Box
-from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.plan.stored import StoredChunks
 
@@ -31,20 +30,13 @@ class HfParts:
     @cached_property
     def stored(self) -> StoredChunks:
         """All tensors: the part and the place of each."""
-        chunks, parts, offsets, tensors = [], [], [], self._root.tensors
-        for row in self._contents.rows:
-            if row.placement.tied_to is not None:
-                continue
-            chunks.append((tensors[row.name], row.box, 0, row.box.numel))
-            part, offset = self._place(row)
-            parts.append(part)
-            offsets.append(offset)
-        for name in self._contents.files:
-            info = tensors[FILES + name]
-            chunks.append((info, Box((0,), info.shape), 0, info.numel))
-            parts.append(self._files.numbers[name])
-            offsets.append(0)
-        return StoredChunks(ChunkTable.of(chunks), np.array(parts, np.int64), np.array(offsets, np.int64))
+        tensors = self._root.tensors
+        rows = [row for row in self._contents.rows if row.placement.tied_to is None]
+        files = [(tensors[FILES + name], self._files.numbers[name]) for name in self._contents.files]
+        return StoredChunks.of_boxes([
+            *((tensors[row.name], row.box, *self._place(row)) for row in rows),
+            *((info, Box.whole(info.shape), number, 0) for info, number in files),
+        ])  # fmt: skip
 
     def _place(self, row: Row) -> tuple[int, int]:
         if row.is_transposed:

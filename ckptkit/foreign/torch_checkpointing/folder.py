@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ckptkit.foreign.checks import checked_size
 from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.foreign.stored_parts import Found, stored_source, table_of
@@ -103,8 +104,7 @@ class TorchCheckpointingFolder(ForeignFolder):
         if FILE not in sizes:
             return SavedItems(1, {})
         where = f"{self.storage.url}/{FILE}"
-        if sizes[FILE] > MAX_BYTES:
-            raise CheckFailed(f"{where} has {sizes[FILE]:,} bytes, more than such a file may have")
+        checked_size(where, sizes[FILE], MAX_BYTES)
         return read_items(self.storage.read(FILE), where)
 
     @property
@@ -176,8 +176,7 @@ class _ItemReader:
                     text = f"{self._url}/{self._files[rank]}: {path} is cut over ranks, and nothing says how"
                     raise UserError(text, hint="save it with ItemSpec(resharder=DefaultResharder())")
                 else:
-                    whole = Box((0,) * len(array.shape), array.shape)
-                    contents.add(Found(name, whole, self._files[rank], array), array.shape)
+                    contents.add(Found(name, Box.whole(array.shape), self._files[rank], array), array.shape)
 
     def _add_cut(
         self, contents: Contents, name: str, rank: int, array: StoredTensor | Local, cuts: Sequence[Cut]

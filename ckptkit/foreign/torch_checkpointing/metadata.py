@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.shown import said, shown
+from ckptkit.foreign.checks import checked, inner_file, row_of_sizes
+from ckptkit.foreign.shown import shown
 from ckptkit.foreign.torch_files.restricted_pickle import parsed
 from ckptkit.format.state_tree import part
 from ckptkit.model.mesh_cut import Part, mesh_cut
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 
 FILE, VERSION, MAX_RANKS = "metadata.pkl", "2.0", 1 << 20
 TORCH, CUT = "TorchSerialization", "DTensorShardingMetadata"
@@ -60,19 +61,15 @@ class SavedItems:
 
 def read_items(data: bytes, where: str) -> SavedItems:
     """Return what `metadata.pkl` says, checked; CheckFailed or UserError if it is damaged or not understood."""
-    found = parsed(data, frozenset(), where)
-    try:
-        version, world_size = found["version"], found["world_size"]
+    fields = parsed(data, frozenset(), where)
+    with checked(f"{where} is not what torch_checkpointing writes"):
+        version, world_size = fields["version"], fields["world_size"]
         if version != VERSION:
             text = f"{where} is of version {shown(version)}, known is {VERSION}"
             raise UserError(text, hint="load it with torch_checkpointing 0.1 and save it again")
         if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
             raise ValueError(f"{shown(world_size)} ranks")
-        return SavedItems(world_size, {key: _item(key, item, where) for key, item in found["metadata"].items()})
-    except UserError:
-        raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckFailed(f"{where} is not what torch_checkpointing writes: {said(error)}") from None
+        return SavedItems(world_size, {key: _item(key, item, where) for key, item in fields["metadata"].items()})
 
 
 def _item(key: str, item: Mapping[str, Any], where: str) -> Item:
@@ -81,10 +78,9 @@ def _item(key: str, item: Mapping[str, Any], where: str) -> Item:
         if layout is not None and layout["serialization_format"]["type"] != TORCH:
             kind = layout["serialization_format"]["type"]
             raise UserError(f"{where}: {key} was saved by {shown(kind)}, which is not read", hint="save it by torch")
-        name = f"{key}_{rank}.pt" if layout is None else layout["file_path"]
-        if type(rank) is not int or not all(word not in ("", ".", "..") for word in name.split("/")):
-            raise ValueError(f"{shown(name)} is not a file of the folder")
-        files[rank] = name
+        if type(rank) is not int:
+            raise ValueError(f"{shown(rank)} is not a rank")
+        files[rank] = inner_file(f"{key}_{rank}.pt" if layout is None else layout["file_path"])
     cuts = {}
     for text, groups in item["nested_path_to_metadata"].items():
         path = "/".join([part(key), *map(part, json.loads(text))])
@@ -100,17 +96,11 @@ def _cut(described: Mapping[str, Any]) -> Cut:
         raise ValueError(f"a tensor described by {shown(described['type'])}")
     data = described["data"]
     mesh = data["mesh_spec"]
-    shape, mesh_shape, ranks = (_ints(each) for each in (data["global_shape"], mesh["mesh_shape"], mesh["mesh_data"]))
+    shape, mesh_shape, ranks = map(row_of_sizes, (data["global_shape"], mesh["mesh_shape"], mesh["mesh_data"]))
     placements = tuple(data["placements"])
-    for each in placements:
-        if each["type"] not in ("Shard", "StridedShard", "Replicate"):
-            raise ValueError(f"placement {shown(each['type'])}")
-        if each["type"] != "Replicate" and not 0 <= each["dim"] < len(shape):
-            raise ValueError(f"a cut of dim {shown(each['dim'])} of {len(shape)} dims")
+    for placement in placements:
+        if placement["type"] not in ("Shard", "StridedShard", "Replicate"):
+            raise ValueError(f"placement {shown(placement['type'])}")
+        if placement["type"] != "Replicate" and not 0 <= placement["dim"] < len(shape):
+            raise ValueError(f"a cut of dim {shown(placement['dim'])} of {len(shape)} dims")
     return Cut(data["dtype"].removeprefix("torch."), shape, mesh_shape, ranks, placements)
-
-
-def _ints(values: Any) -> Ints:
-    if not isinstance(values, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in values):
-        raise ValueError(f"{shown(values)} is not a row of sizes")
-    return tuple(values)

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.foreign.checks import checked, size_of
 from ckptkit.foreign.torch_files import zip_reader
 from ckptkit.foreign.torch_files.restricted_pickle import Name, Record
-from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES, PARAMETER, REBUILDS, StoredTensor, TorchZip, checked
+from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES, PARAMETER, REBUILDS, StoredTensor, TorchZip
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 
@@ -56,12 +57,10 @@ def description(storage: Storage, key: str, others: Collection[str]) -> Any:
 
 @contextmanager
 def _opened(storage: Storage, key: str) -> Iterator[tuple[TorchZip, str]]:
-    where, info = f"{storage.url}/{key}", storage.info(key)
-    if info is None:
-        raise CheckFailed(f"{where} is missing", hint="fetch the folder again")
-    with checked(where, "a file"):
+    where, size = f"{storage.url}/{key}", size_of(storage, key)
+    with checked(f"{where} is not a file as torch.save writes it"):
         try:
-            yield TorchZip(storage, key, 0, info.size_bytes, where), where
+            yield TorchZip(storage, key, 0, size, where), where
         except RecursionError:
             raise CheckFailed(f"{where} holds values that are nested too deep") from None
 
@@ -74,28 +73,29 @@ def dtype_of(value: Any) -> str | None:
 
 def _built(value: Any, archive: TorchZip, where: str, path: str, others: Collection[str] = ()) -> Any:
     """Return a value with its tensors placed; a path joins keys by a slash."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, complex, str, bytes):
-        return value
-    if kind is Record and value.name in REBUILDS:
-        return archive.placed(value)
-    if kind is Record and value.name == PARAMETER:
-        return _built(value.args[0], archive, where, path)
-    if kind is Record and value.name == WRAPPED:
-        return _of_type(value, archive, where, path)
-    if kind is Record and value.name == "torch.Size":
-        return tuple(value.args[0])
-    if kind is Record and value.name == ENCODE:
-        return value.args[0].encode("latin1")
-    if kind is Record and value.name in BYTES and not value.args:
-        return b""
-    if kind in (list, tuple):
-        return kind([_built(each, archive, where, f"{path}/{number}", others) for number, each in enumerate(value)])
-    if kind is dict:
-        return {key: _built(each, archive, where, f"{path}/{key}", others) for key, each in value.items()}
-    if kind is Record and value.name in others:
-        return value
-    named = value if isinstance(value, Name) else getattr(value, "name", kind.__name__)
+    match value:
+        case None | bool() | int() | float() | complex() | str() | bytes() if type(value) is not Name:
+            return value
+        case list() | tuple():
+            parts = [_built(part, archive, where, f"{path}/{number}", others) for number, part in enumerate(value)]
+            return type(value)(parts)
+        case dict():
+            return {key: _built(part, archive, where, f"{path}/{key}", others) for key, part in value.items()}
+        case Record() if value.name in REBUILDS:
+            return archive.placed(value)
+        case Record() if value.name == PARAMETER:
+            return _built(value.args[0], archive, where, path)
+        case Record() if value.name == WRAPPED:
+            return _of_type(value, archive, where, path)
+        case Record(name="torch.Size"):
+            return tuple(value.args[0])
+        case Record() if value.name == ENCODE:
+            return value.args[0].encode("latin1")
+        case Record(args=()) if value.name in BYTES:
+            return b""
+        case Record() if value.name in others:
+            return value
+    named = value if isinstance(value, Name) else getattr(value, "name", type(value).__name__)
     text = f"{where}: {path.lstrip('/') or 'the whole'} is of type {named}, which no checkpoint holds"
     raise UserError(text, hint="save it as numbers, strings, lists, dicts and tensors")
 

@@ -1,7 +1,7 @@
 """Pickled data for programs that read nothing else, written opcode by opcode: no class that it names is needed here."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,42 +50,38 @@ def pickled(value: Any) -> bytes:
 
 
 def _opcodes(value: Any) -> Iterator[bytes]:
-    if value is None or isinstance(value, bool):
-        yield {None: b"N", True: b"\x88", False: b"\x89"}[value]
-    elif isinstance(value, int):
-        yield _integer(value)
-    elif isinstance(value, str):
-        text = value.encode()
-        yield b"X" + struct.pack("<I", len(text)) + text
-    elif isinstance(value, tuple):
-        yield b"("
-        yield from (each for item in value for each in _opcodes(item))
-        yield b"t"
-    elif isinstance(value, list):
-        yield b"]("
-        yield from (each for item in value for each in _opcodes(item))
-        yield b"e"
-    elif isinstance(value, dict | Pairs):
-        pairs = value.items() if isinstance(value, dict) else value.items
-        yield b"}("
-        yield from (each for pair in pairs for item in pair for each in _opcodes(item))
-        yield b"u"
-    elif isinstance(value, Global):
-        yield f"c{value.module}\n{value.name}\n".encode()
-    elif isinstance(value, Call):
-        yield from (*_opcodes(value.function), *_opcodes(value.args), b"R")
-    elif isinstance(value, Made):
-        yield from (*_opcodes(value.kind), b")\x81")
-        if value.state is not None:
-            yield from (*_opcodes(value.state), b"b")
-    elif isinstance(value, External):
-        yield from (*_opcodes(value.pid), b"Q")
-    else:
-        raise AssertionError(f"a {type(value).__name__} is not written")
+    match value:
+        case None | bool():
+            yield {None: b"N", True: b"\x88", False: b"\x89"}[value]
+        case int() if -(1 << 31) <= value < 1 << 31:
+            yield b"J" + struct.pack("<i", value)
+        case int():
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            yield b"\x8a" + bytes([len(data)]) + data
+        case str():
+            text = value.encode()
+            yield b"X" + struct.pack("<I", len(text)) + text
+        case tuple():
+            yield from (b"(", *_all_opcodes(value), b"t")
+        case list():
+            yield from (b"](", *_all_opcodes(value), b"e")
+        case dict():
+            yield from _opcodes(Pairs(list(value.items())))
+        case Pairs():
+            yield from (b"}(", *_all_opcodes(item for pair in value.items for item in pair), b"u")
+        case Global():
+            yield f"c{value.module}\n{value.name}\n".encode()
+        case Call():
+            yield from (*_opcodes(value.function), *_opcodes(value.args), b"R")
+        case Made(state=None):
+            yield from (*_opcodes(value.kind), b")\x81")
+        case Made():
+            yield from (*_opcodes(Made(value.kind)), *_opcodes(value.state), b"b")
+        case External():
+            yield from (*_opcodes(value.pid), b"Q")
+        case _:
+            raise AssertionError(f"a {type(value).__name__} is not written")
 
 
-def _integer(value: int) -> bytes:
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(data)]) + data
+def _all_opcodes(values: Iterable[Any]) -> Iterator[bytes]:
+    return (opcode for value in values for opcode in _opcodes(value))

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
-from ckptkit.foreign.shown import said, shown
+from ckptkit.foreign.shown import shown, words_of
 from threefold.errors import CheckFailed
 
 MAX_BYTES = 2 << 30
@@ -135,7 +135,7 @@ def parsed(data: bytes, allowed: Collection[str], where: str, external: Callable
     except CheckFailed:
         raise
     except Exception as error:  # whatever the data has it do
-        text = f"{where} is not a file of pickled data, or is damaged: {said(error)}"
+        text = f"{where} is not a file of pickled data, or is damaged: {words_of(error)}"
         raise CheckFailed(text, hint="use files of people whom you trust, or fetch it again") from None
     return value
 

@@ -4,18 +4,18 @@
 torch.distributed.checkpoint is such zips of a tensor each, one after the other.
 """
 
-import contextlib
 import io
 import math
 import struct
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.shown import said, shown
+from ckptkit.foreign.checks import checked
+from ckptkit.foreign.shown import shown
 from ckptkit.foreign.torch_files.restricted_pickle import Name, Record, parsed
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 from threefold.storage import Storage
 
 WINDOW_BYTES, MAX_RECORD_BYTES = 4096, 256 << 20
@@ -63,7 +63,7 @@ class StoredTensor:
 def read_tensor(storage: Storage, key: str, offset: int, length: int) -> StoredTensor:
     """Return where a tensor is in the zip at bytes [offset, offset + length) of a file; CheckFailed if it is not."""
     where = f"{storage.url}/{key} at byte {offset:,}"
-    with checked(where, "a tensor"):
+    with checked(f"{where} is not a tensor as torch.save writes it"):
         archive = TorchZip(storage, key, offset, length, where)
         described = archive.described(ALLOWED)
         while isinstance(described, Record) and described.name == PARAMETER:
@@ -71,18 +71,6 @@ def read_tensor(storage: Storage, key: str, offset: int, length: int) -> StoredT
         if not isinstance(described, Record) or described.name not in REBUILDS:
             raise UserError(f"{where} is of a kind of tensor that is not read: {shown(described)}")
         return archive.placed(described)
-
-
-@contextlib.contextmanager
-def checked(where: str, what: str) -> Iterator[None]:
-    """Raise CheckFailed for whatever the bytes of a zip that is not sound lead to."""
-    try:
-        yield
-    except (UserError, CheckFailed):
-        raise
-    except (zipfile.BadZipFile, KeyError, IndexError, TypeError, ValueError, AttributeError, NotImplementedError,
-            struct.error, EOFError, OverflowError, RuntimeError) as error:  # fmt: skip
-        raise CheckFailed(f"{where} is not {what} as torch.save writes it: {said(error)}") from None
 
 
 class TorchZip:

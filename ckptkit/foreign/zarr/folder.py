@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.foreign.checks import FETCH
 from ckptkit.foreign.folder import NOTE, ForeignFolder
 from ckptkit.foreign.folder_source import FolderFiles, FolderSource
-from ckptkit.foreign.shown import said
+from ckptkit.foreign.shown import words_of
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor, read_tensors
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.torch_tensors import STORED
 from ckptkit.model.box import Box
-from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
@@ -100,14 +100,14 @@ class TensorstoreFolder(ForeignFolder):
             are_ours = any(ATTRIBUTES in texts[key].get("attributes", {}) for key in arrays)
             lost = lost_arrays(keys, found, [*listed_too, texts.get("zarr.json", {})])
         except (AttributeError, OSError, RecursionError, TypeError, UnicodeDecodeError, ValueError) as error:
-            text = f"{self.storage.url} is not a folder of sound Zarr arrays: {said(error)}"
-            raise CheckFailed(text, hint="fetch the folder again") from None
+            text = f"{self.storage.url} is not a folder of sound Zarr arrays: {words_of(error)}"
+            raise CheckFailed(text, hint=FETCH) from None
         if self.storage.info(NOTE) is not None:
             text = f"{self.storage.url} holds an export that is not finished"
             raise CheckFailed(text, hint="repeat the call of ckptkit export that began it")
         if lost:
             text = f"{self.storage.url} lacks the descriptions of arrays:{listed(lost)}"
-            raise CheckFailed(text, hint="fetch the folder again")
+            raise CheckFailed(text, hint=FETCH)
         if not found:
             raise CheckFailed(f"{self.storage.url} holds no Zarr array", hint="name the folder of zarr.json or .zarray")
         if are_ours and not known:
@@ -168,7 +168,7 @@ class TensorstoreFolder(ForeignFolder):
         except CheckFailed:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{self.url} has an array that no step can hold: {said(error)}") from None
+            raise UserError(f"{self.url} has an array that no step can hold: {words_of(error)}") from None
         return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), {})
 
     def _check_arrays(self, placed: Mapping[str, TensorInfo], there: Mapping[str, TensorInfo]) -> None:
@@ -277,20 +277,14 @@ class TensorstoreParts:
     @cached_property
     def stored(self) -> StoredChunks:
         """All ranges of rows, each a part of its own."""
-        chunks = []
+        boxes: list[tuple[TensorInfo, Box, int, int]] = []
         for info in self._root.tensors.values():
-            if info.placement.tied_to is not None:
-                continue
-            for start, stop in self._ranges(info):
-                box = (
-                    Box((start, *(0 for _ in info.shape[1:])), (stop - start, *info.shape[1:]))
-                    if info.shape
-                    else Box((), ())
-                )
-                chunks.append((info, box, 0, box.numel))
+            for start, stop in self._ranges(info) if info.placement.tied_to is None else ():
+                offset = (start, *(0 for _ in info.shape[1:]))
+                box = Box(offset, (stop - start, *info.shape[1:])) if info.shape else Box((), ())
+                boxes.append((info, box, len(boxes), 0))
                 self._rows.append((info.name, start, stop))
-        parts = np.arange(len(chunks), dtype=np.int64)
-        return StoredChunks(ChunkTable.of(chunks), parts, np.zeros_like(parts))
+        return StoredChunks.of_boxes(boxes)
 
     def _ranges(self, info: TensorInfo) -> list[tuple[int, int]]:
         """Return ranges of a tensor's rows: whole chunks, as many as fit."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit.cli import main
-from ckptkit.foreign.shown import said, shown
+from ckptkit.foreign.shown import shown, words_of
 from ckptkit.foreign.torch_files.pickle_writer import Call, External, Global, Made, pickled
 from ckptkit.foreign.torch_files.restricted_pickle import parsed
 from ckptkit.loading.roots import read_root
@@ -182,8 +182,8 @@ def test_shared_values_are_read_as_they_are_used() -> None:
 def test_what_a_message_shows_is_short() -> None:
     for value in ("n" * 100_000, 1 << 100_000, ["x" * 1000] * 1000, b"y" * 10_000, {"a": 1}, None):
         assert 0 < len(shown(value)) < 200
-        assert 0 < len(said(KeyError(value))) < 200
-    assert 0 < len(said(ValueError("z" * 10_000))) < 200
+        assert 0 < len(words_of(KeyError(value))) < 200
+    assert 0 < len(words_of(ValueError("z" * 10_000))) < 200
     assert shown(["stream.zstd"]) == "['stream.zstd']"
 
 

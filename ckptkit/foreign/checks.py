@@ -1,0 +1,54 @@
+"""What foreign data says, checked: whether a file is there, sizes, names of files; damage is a CheckFailed."""
+
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptkit.foreign.shown import shown, words_of
+from threefold.errors import CheckFailed, UserError
+from threefold.storage import Storage
+
+FETCH = "fetch the folder again"
+
+
+@contextmanager
+def checked(fault: str, hint: str | None = None) -> Iterator[None]:
+    """Raise CheckFailed with a fault, and what it comes of, for whatever data that is not sound leads to."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (zipfile.BadZipFile, KeyError, IndexError, TypeError, ValueError, AttributeError, NotImplementedError,
+            struct.error, EOFError, OverflowError, RuntimeError) as error:  # fmt: skip
+        raise CheckFailed(f"{fault}: {words_of(error)}", hint=hint) from None
+
+
+def size_of(storage: Storage, key: str, max_bytes: int | None = None, *, hint: str | None = FETCH) -> int:
+    """Return the size of a file; CheckFailed if it is missing, with a hint, or larger than such a file may be."""
+    info = storage.info(key)
+    return checked_size(f"{storage.url}/{key}", None if info is None else info.size_bytes, max_bytes, hint=hint)
+
+
+def checked_size(where: str, size_bytes: int | None, max_bytes: int | None, *, hint: str | None = FETCH) -> int:
+    """Return a size that was looked up, None for a file that is missing; CheckFailed as of `size_of`."""
+    if size_bytes is None:
+        raise CheckFailed(f"{where} is missing", hint=hint)
+    if max_bytes is not None and size_bytes > max_bytes:
+        raise CheckFailed(f"{where} has {size_bytes:,} bytes, more than such a file may have")
+    return size_bytes
+
+
+def row_of_sizes(values: Any) -> tuple[int, ...]:
+    """Return sizes or places of dims; ValueError for anything else."""
+    if not isinstance(values, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in values):
+        raise ValueError(f"{shown(values)} is not a row of sizes")
+    return tuple(values)
+
+
+def inner_file(name: Any) -> str:
+    """Return the name of a file of the folder; ValueError for anything else, and for what leads out of it."""
+    if not isinstance(name, str) or not all(word not in ("", ".", "..") for word in name.split("/")):
+        raise ValueError(f"{shown(name)} is not a file of the folder")
+    return name
