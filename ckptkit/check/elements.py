@@ -42,13 +42,15 @@ _FLOAT8_E4M3 = _float8_e4m3()
 
 def widened(data: Bytes, dtype: str) -> Numbers:
     """Return the elements that bytes hold: as int64 if the dtype is one of INTEGERS, else as float64."""
-    if dtype == "BF16":
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    if dtype == "F8_E5M2":
-        return (data.astype(np.uint16) << 8).view(np.float16).astype(np.float64)
-    if dtype == "F8_E4M3":
-        return _FLOAT8_E4M3[data]
-    return data.view(_NUMPY[dtype]).astype(np.int64 if dtype in INTEGERS else np.float64)
+    match dtype:
+        case "BF16":
+            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        case "F8_E5M2":
+            return (data.astype(np.uint16) << 8).view(np.float16).astype(np.float64)
+        case "F8_E4M3":
+            return _FLOAT8_E4M3[data]
+        case _:
+            return data.view(_NUMPY[dtype]).astype(np.int64 if dtype in INTEGERS else np.float64)
 
 
 def narrowed(values: Floats, dtype: str) -> Bytes:

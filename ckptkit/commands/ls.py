@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Key = Literal["step", "tokens", "loss", "val_loss", "lr", "layout", "bytes", "saved_at", "seconds"]
 COLUMNS = (*get_args(Key), "pinned", "marks")
+FORMS = {"loss": ".4f", "val_loss": ".4f", "lr": ".3g", "tokens": ",.0f", "bytes": ",", "seconds": ".2f"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +86,16 @@ def ls_rows(found: "Sequence[StepRecord]", url: str, *, is_run: bool) -> list[di
 def cell(row: dict[str, Any], column: str) -> str:
     """Return one entry of the table."""
     value = row[column]
-    if column == "marks":
-        return f"UNREADABLE: {row['error']}" if "error" in row else ", ".join(value)
-    if column == "pinned":
-        return "pinned" if value else ""
-    if value is None:
-        return "-"
-    if column == "saved_at":
-        return str(value)[:19] + "Z"
-    if column == "val_loss" and row["val_step"] not in (None, row["step"]):
-        return f"{value:.4f}@{row['val_step']:.0f}"
-    forms = {"loss": ".4f", "val_loss": ".4f", "lr": ".3g", "tokens": ",.0f", "bytes": ",", "seconds": ".2f"}
-    return format(value, forms.get(column, ""))
+    match column:
+        case "marks":
+            return f"UNREADABLE: {row['error']}" if "error" in row else ", ".join(value)
+        case "pinned":
+            return "pinned" if value else ""
+        case _ if value is None:
+            return "-"
+        case "saved_at":
+            return str(value)[:19] + "Z"
+        case "val_loss" if row["val_step"] not in (None, row["step"]):
+            return f"{value:.4f}@{row['val_step']:.0f}"
+        case _:
+            return format(value, FORMS.get(column, ""))

@@ -122,12 +122,12 @@ class Root:
             "num_layers": self.num_layers,
             "metadata": plain_json(self.metadata),
         }
-        if self.saved is not None:
-            head["saved"] = self.saved.to_json()
-        if self.share is not None:
-            head["share"] = asdict(self.share)
-        if self.certificate is not None:
-            head["certificate"] = self.certificate
+        optional = {
+            "saved": self.saved and self.saved.to_json(),
+            "share": self.share and asdict(self.share),
+            "certificate": self.certificate,
+        }
+        head |= {name: value for name, value in optional.items() if value is not None}
         fields = [f"{to_json(name)}: {to_json(value)}" for name, value in head.items()]
         parts = [to_json(_fields(part) | {"index_xxh3": f"{part.index_xxh3:016x}"}) for part in self.parts]
         fields += [f'"{name}": [\n{joined}\n]' for name, joined in (
@@ -196,13 +196,17 @@ def plain_json(value: Any) -> Any:
 
     Passwords of URLs in texts are masked: they are no part of a checkpoint.
     """
-    if isinstance(value, Mapping):
-        return {masked(str(key)): plain_json(item) for key, item in value.items()}
-    if isinstance(value, str):
-        return masked(value)
-    if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    match value:
+        case Mapping():
+            return {masked(str(key)): plain_json(item) for key, item in value.items()}
+        case str():
+            return masked(value)
+        case list() | tuple():
+            return [plain_json(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value
 
 
 def _part(row: dict[str, Any], attempt: str) -> Part:

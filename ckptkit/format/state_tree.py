@@ -133,16 +133,17 @@ class Encoder:
     def _refusal(self, path: str, value: Any) -> UserError:
         kind = type(value)
         hint = HINTS.get(kind.__name__, ANY_HINT)
-        if isinstance(value, tuple):
-            hint = "pass tuple(...) of it, or its _asdict()"
-        elif isinstance(value, int | float | str):
-            hint = f"pass it as a plain {next(b.__name__ for b in (int, float, str) if isinstance(value, b))}"
-        elif hasattr(kind, "__dataclass_fields__"):
-            hint = "pass dataclasses.asdict(...) of it"
-        elif isinstance(value, np.ma.MaskedArray):
-            hint = "pass its data and its mask as two arrays"
-        elif hasattr(value, "dtype"):
-            hint = "an array of objects or of fields is not stored: pass its columns, or a list"
+        match value:
+            case tuple():
+                hint = "pass tuple(...) of it, or its _asdict()"
+            case int() | float() | str():
+                hint = f"pass it as a plain {next(b.__name__ for b in (int, float, str) if isinstance(value, b))}"
+            case _ if hasattr(kind, "__dataclass_fields__"):
+                hint = "pass dataclasses.asdict(...) of it"
+            case np.ma.MaskedArray():
+                hint = "pass its data and its mask as two arrays"
+            case object(dtype=_):
+                hint = "an array of objects or of fields is not stored: pass its columns, or a list"
         return UserError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint holds", hint=hint)
 
 
@@ -162,11 +163,8 @@ def groups_of(value: dict[Any, Any]) -> list[dict[str, Any]] | None:
     groups = value.get("param_groups")
     if value.keys() != {"state", "param_groups"} or type(groups) is not list:
         return None
-    is_named = all(
-        isinstance(each, dict) and all(type(name) in (str, int) for name in each.get("params", [0.0]))
-        for each in groups
-    )
-    return groups if is_named else None
+    named = (isinstance(group, dict) and {*map(type, group.get("params", [0.0]))} <= {str, int} for group in groups)
+    return groups if all(named) else None
 
 
 def decoded(path: str, node: Node, array: Callable[[str, Node], Any]) -> Any:
@@ -176,23 +174,25 @@ def decoded(path: str, node: Node, array: Callable[[str, Node], Any]) -> Any:
     if not isinstance(node, dict):
         return node
     [(tag, body)] = node.items()
-    if tag == "dict":
-        return {key: decoded(f"{path}/{part(key)}", each, array) for key, each in body}
-    if tag == "tuple":
-        return tuple(decoded(path, body, array))
-    if tag == "groups":
-        return [
-            {**decoded(f"{path}/{part(names[0] if names else '')}", options, array), "params": list(names)}
-            for names, options in body
-        ]
-    if tag == "bytes":
-        return base64.b64decode(body)
-    if tag == "complex":
-        return complex(*body)
-    if tag == "scalar":
-        dtype = np.dtype(body[0])
-        return np.frombuffer(base64.b64decode(body[1]), dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
-    return array(path, node)
+    match tag:
+        case "dict":
+            return {key: decoded(f"{path}/{part(key)}", item, array) for key, item in body}
+        case "tuple":
+            return tuple(decoded(path, body, array))
+        case "groups":
+            return [
+                {**decoded(f"{path}/{part(names[0] if names else '')}", options, array), "params": list(names)}
+                for names, options in body
+            ]
+        case "bytes":
+            return base64.b64decode(body)
+        case "complex":
+            return complex(*body)
+        case "scalar":
+            dtype = np.dtype(body[0])
+            return np.frombuffer(base64.b64decode(body[1]), dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
+        case _:
+            return array(path, node)
 
 
 def made(value: Any) -> Any:
@@ -221,14 +221,7 @@ def leaves(path: str, node: Node) -> list[str]:
     items = fields(node)
     if items is None:
         return [path]
-    paths: list[str] = []
-    for key, each in items.items():
-        inner = f"{path}/{part(key)}"
-        if isinstance(each, dict) and "dict" in each:
-            paths += leaves(inner, each)
-        else:
-            paths.append(inner)
-    return paths
+    return [leaf for key, item in items.items() for leaf in leaves(f"{path}/{part(key)}", item)]
 
 
 def merged(path: str, nodes: list[Node], conflicts: list[str]) -> Node:

@@ -210,19 +210,18 @@ def _at(moves: Iterable[_Move], depth: int, text: str) -> list[_Move]:
 
 def _tensors(path: Path, node: Node) -> Iterator[tuple[Path, Node]]:
     """Yield the tensors and arrays of a tree, with their paths."""
-    items = items_of(node)
-    if items is not None:
-        inner = {f"#{number}": each for number, each in enumerate(items)}
-    elif isinstance(node, dict) and "groups" in node:
-        inner = {part(names[0] if names else ""): options for names, options in node["groups"]}
-    elif (its := fields(node)) is not None:
-        inner = {part(key): each for key, each in its.items()}
-    else:
-        if isinstance(node, dict) and ("tensor" in node or "array" in node):
+    inner: dict[str, Node] = {}
+    match node:
+        case {"tensor": _} | {"array": _}:
             yield path, node
-        return
-    for text, each in inner.items():
-        yield from _tensors((*path, text), each)
+        case list(items) | {"tuple": items}:
+            inner = {f"#{number}": item for number, item in enumerate(items)}
+        case {"groups": groups}:
+            inner = {part(names[0] if names else ""): options for names, options in groups}
+        case {"dict": pairs}:
+            inner = {part(key): item for key, item in pairs}
+    for text, item in inner.items():
+        yield from _tensors((*path, text), item)
 
 
 def _parameters(moves: Iterable[_Move]) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from threefold.storage import open_storage
     ],
 )
 def test_what_data_leads_to_is_damage(error: Exception, words: str) -> None:
-    with pytest.raises(CheckFailed, match="^x is not sound: ") as caught, checked("x is not sound", "fetch x"):
+    with pytest.raises(CheckFailed, match=r"^x is not sound: ") as caught, checked("x is not sound", "fetch x"):
         raise error
     assert words in caught.value.message
     assert caught.value.hint == "fetch x"
