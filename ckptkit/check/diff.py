@@ -145,12 +145,12 @@ def diff_checkpoints(
     ]
     wide = [_wider(name, *(source.holders[name] for source in sources)) for name in compared]
     total, done = sum(info.size_bytes for info in wide), 0
-    found = dict.fromkeys(compared, Difference())
+    totals = dict.fromkeys(compared, Difference())
     with reading_threads(usual_threads() + len(readers), *readers) as pool:
         for slab, data in read_ahead(pool, sources, wide, slab_bytes):
             name = slab.info.name
             dtypes = sources[0].holders[name].dtype, sources[1].holders[name].dtype
-            found[name] = reduce(Difference.__add__, _blocks(pool, slab, data, dtypes, tolerance), found[name])
+            totals[name] = reduce(Difference.__add__, _blocks(pool, slab, data, dtypes, tolerance), totals[name])
             done += slab.size_bytes
             progress(done, total)
     tensors = [
@@ -158,7 +158,7 @@ def diff_checkpoints(
             name, (dtypes := (lefts[name].dtype, rights[name].dtype)), lefts[name].shape, each,
             not each.num_differing and (dtypes[0] == dtypes[1] or tolerance is not None),
         )
-        for name, each in found.items()
+        for name, each in totals.items()
     ]  # fmt: skip
     return CheckpointDifference(
         tuple(sorted(lefts.keys() - rights.keys())), tuple(sorted(rights.keys() - lefts.keys())), shapes,

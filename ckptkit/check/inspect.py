@@ -10,7 +10,7 @@ from threefold.masking import masked_values
 
 def describe(root: Root, url: str) -> dict[str, Any]:
     """Return a JSON-ready description: totals, layout, metadata, and the tensor table in storage order."""
-    held = [info for info in root.tensors.values() if info.placement.tied_to is None]
+    untied = [info for info in root.tensors.values() if info.placement.tied_to is None]
     return {
         "url": url,
         "step": root.step,
@@ -18,12 +18,12 @@ def describe(root: Root, url: str) -> dict[str, Any]:
         "layout": str(root.layout),
         "num_layers": root.num_layers,
         "num_tensors": len(root.tensors),
-        "num_elements": sum(info.numel for info in held),
-        "tensor_bytes": sum(info.size_bytes for info in held),
+        "num_elements": sum(info.numel for info in untied),
+        "tensor_bytes": sum(info.size_bytes for info in untied),
         "file_bytes": sum(part.data_bytes + part.index_bytes for part in root.parts),
         "num_files": len(root.parts),
         "share": None if root.share is None else f"{root.share} of {root.share.of}",
-        "dtypes": dict(Counter(info.dtype for info in held)),
+        "dtypes": dict(Counter(info.dtype for info in untied)),
         "saved": root.saved.to_json() if root.saved else None,
         "certificate": masked_values(root.certificate),
         "metadata": masked_values(root.metadata),  # an older version did not mask what it stored

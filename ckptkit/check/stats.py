@@ -94,7 +94,7 @@ def tensor_statistics(
     source.root.check_whole(source.url)
     [table] = chosen([source.root], only)
     infos = [info for info in table.values() if info.placement.tied_to is None]
-    found = {info.name: TensorStatistics() for info in infos}
+    statistics = {info.name: TensorStatistics() for info in infos}
     read = Source(source, {info.name: info for info in infos})
     total, done = sum(info.size_bytes for info in infos), 0
     with reading_threads(usual_threads() + 1, source) as pool:
@@ -103,10 +103,10 @@ def tensor_statistics(
             size = BLOCK_ELEMENTS * ITEMSIZE[dtype]
             blocks = [data[start : start + size] for start in range(0, len(data), size)]
             described = pool.map(statistics_of, blocks, repeat(dtype))
-            found[name] = reduce(TensorStatistics.__add__, described, found[name])
+            statistics[name] = reduce(TensorStatistics.__add__, described, statistics[name])
             done += slab.size_bytes
             progress(done, total)
-    return found
+    return statistics
 
 
 def statistics_of(data: Bytes, dtype: str) -> TensorStatistics:

@@ -14,33 +14,33 @@ TEMPLATE = "stats.html.j2"
 BAR_WIDTH, HEIGHT = 4, 28
 
 
-def render_statistics(about: Mapping[str, Any], found: Mapping[str, TensorStatistics]) -> str:
+def render_statistics(about: Mapping[str, Any], statistics: Mapping[str, TensorStatistics]) -> str:
     """Return the HTML of what `describe` returned and the statistics of tensors, in the order of the tensor table."""
-    exponents = [exponent for each in found.values() for exponent in each.magnitudes]
+    exponents = [exponent for stats in statistics.values() for exponent in stats.magnitudes]
     first, last = min(exponents, default=0), max(exponents, default=0)
-    most = max((count for each in found.values() for count in each.magnitudes.values()), default=1)
+    most = max((count for stats in statistics.values() for count in stats.magnitudes.values()), default=1)
     return render_page(
         __package__,
         TEMPLATE,
         title=about["url"],
         facts=[(name, about[name]) for name in ("step", "layout", "num_tensors", "num_elements", "tensor_bytes")],
-        num_nan=sum(each.num_nan for each in found.values()),
-        num_inf=sum(each.num_inf for each in found.values()),
+        num_nan=sum(stats.num_nan for stats in statistics.values()),
+        num_inf=sum(stats.num_inf for stats in statistics.values()),
         bounds=(first, last + 1),
         width=(last - first + 1) * BAR_WIDTH,
         height=HEIGHT,
         rows=[
-            ((row["name"], row["dtype"], str(row["shape"]), *cells(each)), bars(each.magnitudes, first, most))
+            ((row["name"], row["dtype"], str(row["shape"]), *cells(stats)), bars(stats.magnitudes, first, most))
             for row in about["tensors"]
-            if (each := found.get(row["name"])) is not None
+            if (stats := statistics.get(row["name"])) is not None
         ],
     )
 
 
-def cells(found: TensorStatistics) -> tuple[str, ...]:
+def cells(stats: TensorStatistics) -> tuple[str, ...]:
     """Return the statistics of a tensor as texts: counts, then range, mean, deviation and norm."""
-    counts = (found.num_elements, found.num_nan, found.num_inf, found.num_zero)
-    values = (found.min, found.max, found.mean if found.num_finite else None, found.std, found.norm)
+    counts = (stats.num_elements, stats.num_nan, stats.num_inf, stats.num_zero)
+    values = (stats.min, stats.max, stats.mean if stats.num_finite else None, stats.std, stats.norm)
     return (*(f"{count:,}" for count in counts), *("-" if value is None else f"{value:.6g}" for value in values))
 
 

@@ -24,9 +24,9 @@ def run(options: Options) -> None:
 
     storage = open_run(options.run, "ckptkit best {}")
     records = Records(storage)
-    found = [record for record in records.of(listed_steps(storage)) if record.is_readable]
-    check_metric(found, options.metric, storage)
-    for record in ranked(found, options.metric, options.mode):
+    readable = [record for record in records.of(listed_steps(storage)) if record.is_readable]
+    check_metric(readable, options.metric, storage)
+    for record in ranked(readable, options.metric, options.mode):
         problem = records.checked(record).problem
         url = f"{storage.url}/{step_folder(record.step)}"
         if problem:

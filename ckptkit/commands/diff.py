@@ -45,17 +45,17 @@ def run(options: Options) -> int:
         tolerance = Tolerance(options.rtol or 0.0, options.atol or 0.0)
     keep_small_frees()
     with opened(options.left) as left, opened(options.right) as right, shown_bytes() as progress:
-        found = diff_checkpoints(left, right, only=options.only, tolerance=tolerance, progress=progress)
-    shown = found.tensors if options.tensors else found.differing
+        diff = diff_checkpoints(left, right, only=options.only, tolerance=tolerance, progress=progress)
+    shown = diff.tensors if options.tensors else diff.differing
     if options.json:
-        print_json(as_json(found, shown, (left, right)))
+        print_json(as_json(diff, shown, (left, right)))
     else:
-        print_difference(found, shown, (left, right))
-    return EXIT_OK if found.is_equal else EXIT_CHECK_FAILED
+        print_difference(diff, shown, (left, right))
+    return EXIT_OK if diff.is_equal else EXIT_CHECK_FAILED
 
 
 def as_json(
-    found: "CheckpointDifference", shown: "Sequence[TensorDifference]", readers: "Sequence[ChunkSource]"
+    diff: "CheckpointDifference", shown: "Sequence[TensorDifference]", readers: "Sequence[ChunkSource]"
 ) -> dict[str, Any]:
     """Return a difference as JSON holds it."""
     from ckptkit.check.elements import json_number
@@ -64,52 +64,52 @@ def as_json(
         return None if value is None else {"value": json_number(value.value), "index": tensor.index(value)}
 
     return {
-        "equal": found.is_equal,
+        "equal": diff.is_equal,
         "left": readers[0].url,
         "right": readers[1].url,
-        "num_compared": len(found.tensors),
-        "num_differing": len(found.differing),
-        "only_left": found.only_left,
-        "only_right": found.only_right,
-        "shapes": found.shapes,
-        "recorded": found.facts,
+        "num_compared": len(diff.tensors),
+        "num_differing": len(diff.differing),
+        "only_left": diff.only_left,
+        "only_right": diff.only_right,
+        "shapes": diff.shapes,
+        "recorded": diff.facts,
         "tensors": [
             {
-                "name": each.name, "equal": each.is_equal, "dtypes": each.dtypes, "shape": each.shape,
-                "num_differing": each.found.num_differing,
-                "largest_absolute": largest(each, each.found.absolute),
-                "largest_relative": largest(each, each.found.relative),
-                "left_norm": json_number(each.found.left_norm), "right_norm": json_number(each.found.right_norm),
-                "difference_norm": json_number(each.found.norm),
+                "name": tensor.name, "equal": tensor.is_equal, "dtypes": tensor.dtypes, "shape": tensor.shape,
+                "num_differing": tensor.found.num_differing,
+                "largest_absolute": largest(tensor, tensor.found.absolute),
+                "largest_relative": largest(tensor, tensor.found.relative),
+                "left_norm": json_number(tensor.found.left_norm), "right_norm": json_number(tensor.found.right_norm),
+                "difference_norm": json_number(tensor.found.norm),
             }
-            for each in shown
+            for tensor in shown
         ],
     }  # fmt: skip
 
 
 def print_difference(
-    found: "CheckpointDifference", shown: "Sequence[TensorDifference]", readers: "Sequence[ChunkSource]"
+    diff: "CheckpointDifference", shown: "Sequence[TensorDifference]", readers: "Sequence[ChunkSource]"
 ) -> None:
     """Print a difference: what the roots record, what cannot be compared, a table of tensors, a line in the end."""
     for side, reader in zip("AB", readers, strict=True):
         print_line(f"{side}: {reader.url}")
-    recorded = [f"{name}: {_short(a)} in A, {_short(b)} in B" for name, (a, b) in found.facts.items()]
+    recorded = [f"{name}: {_short(a)} in A, {_short(b)} in B" for name, (a, b) in diff.facts.items()]
     if recorded:
         _print_list("recorded otherwise:", recorded)
-    for side, names in zip("AB", (found.only_left, found.only_right), strict=True):
+    for side, names in zip("AB", (diff.only_left, diff.only_right), strict=True):
         if names:
             _print_list(f"only in {side}:", names)
-    if found.shapes:
-        _print_list("other shapes:", [f"{n}: {list(a)} in A, {list(b)} in B" for n, (a, b) in found.shapes.items()])
+    if diff.shapes:
+        _print_list("other shapes:", [f"{n}: {list(a)} in A, {list(b)} in B" for n, (a, b) in diff.shapes.items()])
     if shown:
-        print_table(COLUMNS, [_cells(each) for each in shown], left=("tensor", "dtype", "at"))
-    if any(each.dtypes[0] != each.dtypes[1] for each in shown):
+        print_table(COLUMNS, [_cells(tensor) for tensor in shown], left=("tensor", "dtype", "at"))
+    if any(tensor.dtypes[0] != tensor.dtypes[1] for tensor in shown):
         print_line("tensors of two dtypes were compared after widening both")
-    equal = len(found.tensors) - len(found.differing)
-    parts = [f"{equal:,} of {len(found.tensors):,} compared tensors are equal, {len(found.differing):,} differ"]
-    alone = len(found.only_left) + len(found.only_right)
+    equal = len(diff.tensors) - len(diff.differing)
+    parts = [f"{equal:,} of {len(diff.tensors):,} compared tensors are equal, {len(diff.differing):,} differ"]
+    alone = len(diff.only_left) + len(diff.only_right)
     parts += [f"{alone:,} are in one only"] if alone else []
-    parts += [f"{len(found.shapes):,} have other shapes"] if found.shapes else []
+    parts += [f"{len(diff.shapes):,} have other shapes"] if diff.shapes else []
     print_line(", ".join(parts))
 
 
@@ -122,15 +122,15 @@ def _print_list(title: str, lines: Sequence[str]) -> None:
 
 
 def _cells(tensor: "TensorDifference") -> tuple[str, ...]:
-    found, dtypes = tensor.found, tensor.dtypes
+    diff, dtypes = tensor.found, tensor.dtypes
     largest = [
         text
-        for each in (found.absolute, found.relative)
-        for text in (("-", "-") if each is None else (f"{each.value:.4g}", str(tensor.index(each))))
+        for peak in (diff.absolute, diff.relative)
+        for text in (("-", "-") if peak is None else (f"{peak.value:.4g}", str(tensor.index(peak))))
     ]
-    norms = (f"{norm:.6g}" for norm in (found.left_norm, found.right_norm, found.norm))
+    norms = (f"{norm:.6g}" for norm in (diff.left_norm, diff.right_norm, diff.norm))
     dtype = dtypes[0] if dtypes[0] == dtypes[1] else f"{dtypes[0]}, {dtypes[1]}"
-    return tensor.name, dtype, f"{found.num_differing:,}", f"{prod(tensor.shape):,}", *largest, *norms
+    return tensor.name, dtype, f"{diff.num_differing:,}", f"{prod(tensor.shape):,}", *largest, *norms
 
 
 def _short(value: object) -> str:

@@ -19,11 +19,11 @@ def run(options: Options) -> None:
     from ckptkit.check.hash import hash_checkpoint
 
     with opened(options.source) as reader:
-        found = hash_checkpoint(reader)
+        hashes = hash_checkpoint(reader)
     if options.json:
-        print_json({"url": reader.url, "step": reader.root.step} | asdict(found))
+        print_json({"url": reader.url, "step": reader.root.step} | asdict(hashes))
         return
-    for name, digest in found.tensors.items() if options.tensors else ():
+    for name, digest in hashes.tensors.items() if options.tensors else ():
         print_line(f"{digest}  {name}")
     for total in ("params", "optim", "all"):
-        print_line(f"{getattr(found, total)}  {total}")
+        print_line(f"{getattr(hashes, total)}  {total}")

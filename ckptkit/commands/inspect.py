@@ -37,10 +37,10 @@ def run(options: Options) -> None:
         [table] = chosen([reader.root], options.only)
         about = describe(reader.root, reader.url)
         about["tensors"] = [row for row in about["tensors"] if row["name"] in table]
-        found = statistics(reader, about, options) if options.stats or options.html else {}
+        described = statistics(reader, about, options) if options.stats or options.html else {}
     if options.json:
-        for row in about["tensors"] if found else ():
-            row["stats"] = found[row["name"]].to_json() if row["name"] in found else None
+        for row in about["tensors"] if described else ():
+            row["stats"] = described[row["name"]].to_json() if row["name"] in described else None
         print_json(about)
         return
     print_facts(about)
@@ -49,8 +49,8 @@ def run(options: Options) -> None:
     if options.stats:
         from ckptkit.check.stats_page import cells
 
-        rows = [row for row in about["tensors"] if row["name"] in found]
-        lines = [(row["name"], row["dtype"], str(row["shape"]), *cells(found[row["name"]])) for row in rows]
+        rows = [row for row in about["tensors"] if row["name"] in described]
+        lines = [(row["name"], row["dtype"], str(row["shape"]), *cells(described[row["name"]])) for row in rows]
         print_table(STATISTICS, lines, left=STATISTICS[:3])
 
 

@@ -37,10 +37,10 @@ def run(options: Options) -> int:
     from ckptkit.runs.record import Records
 
     storage, step = open_address(options.run)
-    found = Records(storage).of(listed_steps(storage) if step is None else [look_up(storage, step)])
-    if not found and (step is not None or missing_place(storage) or not_a_run(storage)):
+    records = Records(storage).of(listed_steps(storage) if step is None else [look_up(storage, step)])
+    if not records and (step is not None or missing_place(storage) or not_a_run(storage)):
         raise no_step(storage, step)
-    rows = ls_rows(found, storage.url, is_run=step is None)
+    rows = ls_rows(records, storage.url, is_run=step is None)
     rows.sort(key=lambda row: (row[options.sort] is None, row[options.sort]))
     if options.json:
         print_json(rows)
@@ -52,7 +52,7 @@ def run(options: Options) -> int:
     return EXIT_CHECK_FAILED if any("error" in row for row in rows) else EXIT_OK
 
 
-def ls_rows(found: "Sequence[StepRecord]", url: str, *, is_run: bool) -> list[dict[str, Any]]:
+def ls_rows(records: "Sequence[StepRecord]", url: str, *, is_run: bool) -> list[dict[str, Any]]:
     """Return a row for each record: the columns of the table, None where there is nothing to show, more for --json.
 
     Steps are marked only where all of a run are listed, among which one is the newest and one the best.
@@ -61,9 +61,9 @@ def ls_rows(found: "Sequence[StepRecord]", url: str, *, is_run: bool) -> list[di
     from ckptkit.format.saved import utc_text
     from ckptkit.runs.retention import ranked
 
-    marked = {"newest": found[-1:], "best": ranked(found, "val_loss", "min")[:1]} if is_run else {}
+    marked = {"newest": records[-1:], "best": ranked(records, "val_loss", "min")[:1]} if is_run else {}
     rows = []
-    for record in found:
+    for record in records:
         metrics, saved = record.metrics(), record.saved
         marks = [mark for mark, holders in marked.items() if record in holders]
         row: dict[str, Any] = {"step": record.step, "url": f"{url}/{step_folder(record.step)}"}

@@ -88,7 +88,7 @@ def run(options: Options) -> int:
     layout = ParallelLayout(**{field.name: getattr(options, field.name) for field in fields(ParallelLayout)})
     # the files of all tensor-parallel ranks are written side by side
     target, target_step = open_target(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
-    made: list[dict[str, object]] = []
+    reports: list[dict[str, object]] = []
 
     def act(source: "RewriteSource") -> None:
         if options.from_layout is not None:
@@ -100,7 +100,7 @@ def run(options: Options) -> int:
             done = reshard(
                 read, target, layout, step=target_step, shard=shard, progress=progress, dry_run=options.dry_run
             )
-        made.append(asdict(done) | ({} if mapper is None else {"map": asdict(mapper.report)}))
+        reports.append(asdict(done) | ({} if mapper is None else {"map": asdict(mapper.report)}))
         if not options.json:
             for line in () if mapper is None else mapper.report.lines(with_names=done.dry_run):
                 print_line(line)
@@ -116,7 +116,7 @@ def run(options: Options) -> int:
         with opened(options.source) as reader:
             act(reader)
     if options.json:
-        print_json(made if options.all else made[0])
+        print_json(reports if options.all else reports[0])
     return EXIT_CHECK_FAILED if damaged else EXIT_OK
 
 
@@ -151,10 +151,10 @@ def print_report(done: "ReshardReport", end: str) -> None:
     )
 
 
-def check_source_layout(text: str, found: "ParallelLayout", url: str) -> None:
+def check_source_layout(text: str, layout: "ParallelLayout", url: str) -> None:
     """Refuse a source whose layout is not the one the user named."""
     from ckptkit.model.layout import ParallelLayout
 
     named = ParallelLayout.named_sizes(text)
-    if any(found.sizes.get(axis, found.tp) != size for axis, size in named.items()):  # etp may be left out: it is tp
-        raise UserError(f"{url} was saved as {found}, not as {text}", hint=f"--from {found}")
+    if any(layout.sizes.get(axis, layout.tp) != size for axis, size in named.items()):  # etp may be left out: it is tp
+        raise UserError(f"{url} was saved as {layout}, not as {text}", hint=f"--from {layout}")

@@ -194,13 +194,13 @@ def step_named(url: str) -> "Run":
     return found
 
 
-def check_metric(found: "Sequence[StepRecord]", metric: str, storage: "Storage") -> None:
+def check_metric(records: "Sequence[StepRecord]", metric: str, storage: "Storage") -> None:
     """Refuse a metric that no step has, with those that there are."""
     from ckptkit.runs.catalogue import no_step
 
-    if not found:
+    if not records:
         raise no_step(storage)
-    names = sorted({name for record in found for name in record.metrics()}, key=lambda name: (name.count("."), name))
+    names = sorted({name for record in records for name in record.metrics()}, key=lambda name: (name.count("."), name))
     if metric not in names:
         there = ", ".join(names[:MAX_NAMED]) + (", ..." if names[MAX_NAMED:] else "") if names else "none"
         hint = f"--metric {names[0]}" if names else "record numbers in the metadata of saves"

@@ -52,26 +52,26 @@ class FolderClaim:
 
     def check(self) -> dict[str, int]:
         """Return the files that are there whole, with their sizes; UserError if the folder is not free for this."""
-        target, found = self._target, dict[str, int]()
+        target, sizes = self._target, dict[str, int]()
         for info in target.list():
             if info.key not in self._sizes and info.key != NOTE:
                 raise self._refusal(f"holds other files, such as {info.key}")
-            found[info.key] = info.size_bytes
-        self._is_begun = NOTE in found
+            sizes[info.key] = info.size_bytes
+        self._is_begun = NOTE in sizes
         if self._is_begun:
             noted = _parsed(self._note_there() or b"")
             self._other = noted.call
             if noted.made_of != self._what:
                 raise self._refusal("was begun from another checkpoint or in another way")
-            return {name: size for name, size in found.items() if name in self._heads and size == self._sizes[name]}
-        if found and not self._is_complete(found):
-            raise self._refusal(f"holds files already, such as {min(found)}")
-        return found
+            return {name: size for name, size in sizes.items() if name in self._heads and size == self._sizes[name]}
+        if sizes and not self._is_complete(sizes):
+            raise self._refusal(f"holds files already, such as {min(sizes)}")
+        return sizes
 
-    def _is_complete(self, found: dict[str, int]) -> bool:
+    def _is_complete(self, sizes: dict[str, int]) -> bool:
         """Return whether the folder is what the same call made: its small files, and the headers of the large ones."""
         beginnings = {**self._files, **self._heads}
-        return found == self._sizes and all(self._begins(name, head) for name, head in beginnings.items() if head)
+        return sizes == self._sizes and all(self._begins(name, head) for name, head in beginnings.items() if head)
 
     def _begins(self, name: str, head: bytes) -> bool:
         """Return whether a file begins with some bytes; behind a network a second look decides that it does not."""

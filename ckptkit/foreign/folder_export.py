@@ -105,7 +105,7 @@ class Piece:
     fill: Callable[[int, int, Bytes], None]
 
     @classmethod
-    def made(cls, begin: int, num_bytes: int, make: Callable[[], bytes]) -> "Piece":
+    def of_bytes(cls, begin: int, num_bytes: int, make: Callable[[], bytes]) -> "Piece":
         """Return a piece whose bytes are made when it is filled."""
 
         def fill_made(first: int, last: int, memory: Bytes) -> None:

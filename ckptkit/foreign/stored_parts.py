@@ -67,25 +67,25 @@ FIRST = Placement("first")
 
 
 def stored_source(
-    storage: Storage, root: Root, url: str, sizes: Mapping[str, int], found: Sequence[Found],
+    storage: Storage, root: Root, url: str, sizes: Mapping[str, int], chunks: Sequence[Found],
     raw: Mapping[str, Place | bytes],
 ) -> FolderSource:  # fmt: skip
     """Return a folder open for planned reads; CheckFailed if it does not hold each element of its tensors once."""
     files = FolderFiles(storage, sizes)
-    return FolderSource(root, url, files, StoredParts(root, url, files, found, raw))
+    return FolderSource(root, url, files, StoredParts(root, url, files, chunks, raw))
 
 
 class StoredParts:
     """The tensors of a folder, as FolderParts. Memory beside what is read into: the largest turned chunk twice."""
 
     def __init__(
-        self, root: Root, url: str, files: FolderFiles, found: Sequence[Found], raw: Mapping[str, Place | bytes]
+        self, root: Root, url: str, files: FolderFiles, chunks: Sequence[Found], raw: Mapping[str, Place | bytes]
     ) -> None:
         """Take what was found; CheckFailed if it does not hold each element of the root's tensors once."""
         self._root, self._files = root, files
         self._behind: list[tuple[str, StoredTensor] | bytes] = []  # each part behind the files: turned, or made
         self._kept: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
-        stored = StoredChunks.of_boxes(self._boxes(found, raw))
+        stored = StoredChunks.of_boxes(self._boxes(chunks, raw))
         self.stored = stored.take(np.argsort(stored.chunks.tensor, kind="stable"))
         index = PartIndex(self.stored.chunks, 0, 0, np.empty(0, np.uint64))
         cover = Cover(list(root.tensors.values()))
@@ -93,11 +93,11 @@ class StoredParts:
         cover.check(url, lambda: iter([(0, index)]))
 
     def _boxes(
-        self, found: Sequence[Found], raw: Mapping[str, Place | bytes]
+        self, chunks: Sequence[Found], raw: Mapping[str, Place | bytes]
     ) -> Iterator[tuple[TensorInfo, Box, int, int]]:
         """Yield the box, the part and the place there of each chunk."""
         numbers = self._files.numbers
-        for chunk in found:
+        for chunk in chunks:
             info, box, place = self._root.tensors[chunk.name], chunk.box, chunk.place
             if len(info.shape) > len(box.shape):
                 box = Box((*box.offset, 0), (*box.shape, info.shape[-1]))
@@ -128,6 +128,6 @@ class StoredParts:
             self._files.read(file, [(place.offset, len(raw), raw.ctypes.data)])
             strides = [step * size for step in place.stride]
             elements = raw[: len(raw) // size * size].view(f"V{size}")
-            there = np.lib.stride_tricks.as_strided(elements, place.shape, strides, writeable=False)
-            self._kept = number, np.ascontiguousarray(there).reshape(-1).view(np.uint8)
+            in_order = np.lib.stride_tricks.as_strided(elements, place.shape, strides, writeable=False)
+            self._kept = number, np.ascontiguousarray(in_order).reshape(-1).view(np.uint8)
         return self._kept[1]

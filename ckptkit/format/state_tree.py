@@ -195,12 +195,12 @@ def decoded(path: str, node: Node, array: Callable[[str, Node], Any]) -> Any:
             return array(path, node)
 
 
-def made(value: Any) -> Any:
+def resolved(value: Any) -> Any:
     """Return a decoded value with what its functions make in their places."""
     if isinstance(value, dict):
-        return {key: made(each) for key, each in value.items()}
+        return {key: resolved(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(made(each) for each in value)
+        return type(value)(resolved(each) for each in value)
     return value() if callable(value) else value
 
 

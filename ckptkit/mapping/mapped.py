@@ -88,19 +88,19 @@ def why_not_split(info: TensorInfo, rule: Split) -> str:
     return ""
 
 
-def parts_of(each: Mapped, rule: Split) -> Iterator[Mapped]:
+def parts_of(tensor: Mapped, rule: Split) -> Iterator[Mapped]:
     """Yield the parts of a tensor: of each group of its rows, one run of rows after the other; a scalar is in each."""
-    info, num_groups = each.info, rule.groups
+    info, num_groups = tensor.info, rule.groups
     rows, words = num_rows(info), rule.tensors.words_of(info.name) or {}
     if not info.shape:
-        yield from (replace(each, info=replace(info, name=to.filled(words))) for to in rule.to)
+        yield from (replace(tensor, info=replace(info, name=to.filled(words))) for to in rule.to)
         return
     at = 0
     for to, size in zip(rule.to, rule.sizes(rows), strict=True):
         length = size // num_groups
         starts = [group * (rows // num_groups) + at for group in range(num_groups)]
-        ranges = joined(part for start in starts for part in each.rows(start, start + length))
-        yield replace(each, info=replace(info, name=to.filled(words), shape=(size, *info.shape[1:])), ranges=ranges)
+        ranges = joined(part for start in starts for part in tensor.rows(start, start + length))
+        yield replace(tensor, info=replace(info, name=to.filled(words), shape=(size, *info.shape[1:])), ranges=ranges)
         at += length
 
 
@@ -120,22 +120,22 @@ def fused(name: str, parts: Sequence[Mapped], num_groups: int) -> Mapped:
     """Return what parts become: of each group of its rows, those of one part after the other; cut as the first part."""
     ranges, first = list[RowRange](), parts[0].info
     for group in range(num_groups):
-        for each in parts:
-            length = num_rows(each.info) // num_groups
-            ranges += each.rows(group * length, (group + 1) * length)
-    rows = sum(num_rows(each.info) for each in parts)
+        for part in parts:
+            length = num_rows(part.info) // num_groups
+            ranges += part.rows(group * length, (group + 1) * length)
+    rows = sum(num_rows(part.info) for part in parts)
     return replace(parts[0], info=replace(first, name=name, shape=(rows, *first.shape[1:])), ranges=joined(ranges))
 
 
 def joined(ranges: Iterable[RowRange]) -> tuple[RowRange, ...]:
     """Return ranges with neighbours of one tensor made one."""
-    found: list[RowRange] = []
-    for each in ranges:
-        if found and (found[-1].source, found[-1].stop) == (each.source, each.first):
-            found[-1] = replace(found[-1], stop=each.stop)
+    neighbours: list[RowRange] = []
+    for rows in ranges:
+        if neighbours and (neighbours[-1].source, neighbours[-1].stop) == (rows.source, rows.first):
+            neighbours[-1] = replace(neighbours[-1], stop=rows.stop)
         else:
-            found.append(each)
-    return tuple(found)
+            neighbours.append(rows)
+    return tuple(neighbours)
 
 
 def moved(stored: StoredChunks, tensors: TensorColumns, ranges: Sequence[tuple[int, int, RowRange]]) -> StoredChunks:
@@ -143,10 +143,10 @@ def moved(stored: StoredChunks, tensors: TensorColumns, ranges: Sequence[tuple[i
     sources = [stored.chunks.tensors.numbers[part.source.name] for _, _, part in ranges]
     begin = np.searchsorted(stored.chunks.tensor, sources, "left")
     counts = np.searchsorted(stored.chunks.tensor, sources, "right") - begin
-    kept = stored.take(ramps(begin, counts))
+    source_chunks = stored.take(ramps(begin, counts))
     numbers = [(number, at, part.first, part.stop) for number, at, part in ranges]
     number, at, first, stop = np.repeat(np.array(numbers, np.int64).reshape(-1, 4), counts, axis=0).T
-    chunks = kept.chunks.with_dims(max(kept.chunks.offset.shape[1], 1))
+    chunks = source_chunks.chunks.with_dims(max(source_chunks.chunks.offset.shape[1], 1))
     row = np.arange(len(chunks)), chunks.offset.shape[1] - np.maximum(tensors.num_dims[number], 1)  # the first dim's
     offset, shape, length = chunks.offset.copy(), chunks.shape.copy(), chunks.shape[row]
     low = np.clip(first - offset[row], 0, length)  # the rows of the box that are in the range: [low, high)
@@ -155,8 +155,8 @@ def moved(stored: StoredChunks, tensors: TensorColumns, ranges: Sequence[tuple[i
     offset[row] += low + at - first
     shape[row] = high - low
     before = low * width
-    begins, ends = (np.clip(each - before, 0, shape[row] * width) for each in (chunks.start, chunks.stop))
+    begins, ends = (np.clip(bound - before, 0, shape[row] * width) for bound in (chunks.start, chunks.stop))
     skipped = np.maximum(before - chunks.start, 0) * tensors.itemsize[number]
     table = ChunkTable(tensors, number, offset, shape, begins, ends)
     is_kept = (begins < ends) | (high - low == length)
-    return StoredChunks(table, kept.part, kept.offset + skipped).take(np.flatnonzero(is_kept))
+    return StoredChunks(table, source_chunks.part, source_chunks.offset + skipped).take(np.flatnonzero(is_kept))

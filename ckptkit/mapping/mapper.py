@@ -97,20 +97,20 @@ class Mapper:
     def _with_state(self, trees: list[tuple[int, Mapped]], tensors: list[Mapped]) -> list[tuple[int, Mapped]]:
         """Return the trees of a PyTorch program's state as they are after the rules."""
         becomes: dict[str, list[str]] = {name: [] for name in self._root.tensors if not is_tree(name)}
-        for each in tensors:
-            for name in dict.fromkeys(part.source.name for part in each.ranges):
-                becomes[name].append(each.info.name)
+        for tensor in tensors:
+            for name in dict.fromkeys(part.source.name for part in tensor.ranges):
+                becomes[name].append(tensor.info.name)
         after = MappedTrees(self._metadata[METADATA], self._trees, becomes)
         self._faults += after.faults
         self._metadata[METADATA] = after.described
-        found = []
-        for place, each in trees:
-            rank = int(each.info.name.removeprefix(STATE_NAME))
+        placed = []
+        for place, tensor in trees:
+            rank = int(tensor.info.name.removeprefix(STATE_NAME))
             if after.trees[rank] != self._trees[rank]:
                 text = json.dumps(after.trees[rank], separators=(",", ":")).encode()
-                each = Mapped(replace(each.info, shape=(len(text),)), (), fill=text)
-            found.append((place, each))
-        return found
+                tensor = Mapped(replace(tensor.info, shape=(len(text),)), (), fill=text)
+            placed.append((place, tensor))
+        return placed
 
     def _matched(self, kind: str, pattern: NamePattern, tensors: Iterable[Mapped]) -> list[str]:
         """Return the names that a rule matches; a fault if there are none."""
@@ -124,106 +124,106 @@ class Mapper:
         """Yield each tensor once for each layer of the output that is its layer, others as they are."""
         order, pattern = self.rules.layers.order, self.rules.layers.tensors
         self._matched("layers", pattern, tensors)
-        there = set[str]()
-        for each in tensors:
-            name, stage = each.info.name, each.info.placement.stage
-            words = pattern.words_of(name)
+        present = set[str]()
+        for tensor in tensors:
+            info, stage = tensor.info, tensor.info.placement.stage
+            words = pattern.words_of(info.name)
             if words is not None and not words[LAYER].isdecimal():
                 words = None
             if words is None or str(stage) not in (words[LAYER], "first", "last"):
                 if not isinstance(stage, str):
-                    self._faults.append(f"{name} is of layer {stage}, its name does not say so to '{pattern}'")
-                yield each
+                    self._faults.append(f"{info.name} is of layer {stage}, its name does not say so to '{pattern}'")
+                yield tensor
                 continue
-            there.add(words[LAYER])
+            present.add(words[LAYER])
             for layer in (number for number, source in enumerate(order) if str(source) == words[LAYER]):
-                placement = each.info.placement if isinstance(stage, str) else replace(each.info.placement, stage=layer)
+                placement = info.placement if isinstance(stage, str) else replace(info.placement, stage=layer)
                 renamed = pattern.filled(words | {LAYER: str(layer)})
-                yield replace(each, info=replace(each.info, name=renamed, placement=placement), layer=layer)
-        missing = sorted({source for source in order if str(source) not in there})
+                yield replace(tensor, info=replace(info, name=renamed, placement=placement), layer=layer)
+        missing = sorted({source for source in order if str(source) not in present})
         self._faults += [f"layers.order has {source}, a layer without tensors" for source in missing]
 
     def _split(self, tensors: list[Mapped]) -> list[Mapped]:
         """Return the tensors with parts in the places of those that are split."""
         for rule in self.rules.split:
-            names, found = set(self._matched("split", rule.tensors, tensors)), list[Mapped]()
-            for each in tensors:
-                if each.info.name not in names:
-                    found.append(each)
-                elif fault := why_not_split(each.info, rule):
-                    self._faults.append(f"split '{rule.tensors}': {shown(each.info)} {fault}")
+            names, parted = set(self._matched("split", rule.tensors, tensors)), list[Mapped]()
+            for tensor in tensors:
+                if tensor.info.name not in names:
+                    parted.append(tensor)
+                elif fault := why_not_split(tensor.info, rule):
+                    self._faults.append(f"split '{rule.tensors}': {shown(tensor.info)} {fault}")
                 else:
-                    found += parts_of(each, rule)
-            tensors = found
+                    parted += parts_of(tensor, rule)
+            tensors = parted
         return tensors
 
     def _fused(self, tensors: list[Mapped]) -> list[Mapped]:
         """Return the tensors with a whole in the place of its first part, for each set of parts that is fused."""
         for rule in self.rules.fuse:
-            found: dict[str, list[tuple[NamePattern, Mapped]]] = {}
+            parts_by_name: dict[str, list[tuple[NamePattern, Mapped]]] = {}
             for pattern in rule.tensors:
                 names = set(self._matched("fuse", pattern, tensors))
-                for each in (each for each in tensors if each.info.name in names):
-                    words = pattern.words_of(each.info.name) or {}
-                    found.setdefault(rule.to.filled(words), []).append((pattern, each))
+                for tensor in (tensor for tensor in tensors if tensor.info.name in names):
+                    words = pattern.words_of(tensor.info.name) or {}
+                    parts_by_name.setdefault(rule.to.filled(words), []).append((pattern, tensor))
             becomes: dict[str, Mapped | None] = {}
-            for name, matches in found.items():
+            for name, matches in parts_by_name.items():
                 patterns, parts = zip(*matches, strict=True)
                 fault = why_not_fused(parts, rule) if patterns == rule.tensors else "each part is wanted once"
-                if not becomes.keys().isdisjoint(each.info.name for each in parts):
+                if not becomes.keys().isdisjoint(tensor.info.name for tensor in parts):
                     fault = "a part of it is one of another"
                 if fault:
-                    listed = ", ".join(shown(each.info) for each in parts)
+                    listed = ", ".join(shown(tensor.info) for tensor in parts)
                     self._faults.append(f"fuse '{rule.to}': {name} cannot be made of {listed}: {fault}")
                 else:
-                    becomes |= {each.info.name: None for each in parts}
+                    becomes |= {tensor.info.name: None for tensor in parts}
                     becomes[parts[0].info.name] = fused(name, parts, rule.groups)
-            made = (becomes.get(each.info.name, each) for each in tensors)
-            tensors = [each for each in made if each is not None]
+            made = (becomes.get(tensor.info.name, tensor) for tensor in tensors)
+            tensors = [tensor for tensor in made if tensor is not None]
         return tensors
 
     def _renamed(self, tensors: list[Mapped]) -> list[Mapped]:
         """Return the tensors under their new names; no two rules may match one, no two tensors have one name."""
         names: dict[str, list[NamePattern]] = {}
-        renamed = [each.info.name for each in tensors]
+        renamed = [tensor.info.name for tensor in tensors]
         for rule in self.rules.rename:
             self._matched("rename", rule.tensors, tensors)
-            for place, each in enumerate(tensors):
-                words = rule.tensors.words_of(each.info.name)
+            for place, tensor in enumerate(tensors):
+                words = rule.tensors.words_of(tensor.info.name)
                 if words is not None:
-                    names.setdefault(each.info.name, []).append(rule.tensors)
+                    names.setdefault(tensor.info.name, []).append(rule.tensors)
                     renamed[place] = rule.to.filled(words)
         for name, rules in names.items():
             if rules[1:]:
                 self._faults.append(f"{name} is matched by rename '{rules[0]}' and by rename '{rules[1]}'")
-        made: dict[str, Mapped] = {}
-        for name, each in zip(renamed, tensors, strict=True):
-            if name in made:
-                self._faults.append(f"{name} would be made of {made[name].made_of} and of {each.made_of}")
-            made.setdefault(name, replace(each, info=replace(each.info, name=name)))
-        return list(made.values())
+        by_name: dict[str, Mapped] = {}
+        for name, tensor in zip(renamed, tensors, strict=True):
+            if name in by_name:
+                self._faults.append(f"{name} would be made of {by_name[name].made_of} and of {tensor.made_of}")
+            by_name.setdefault(name, replace(tensor, info=replace(tensor.info, name=name)))
+        return list(by_name.values())
 
     def _retied(self, tensors: list[Mapped]) -> list[Mapped]:
         """Return the tensors, each tied one to the name that its holder has now; a fault if that is not there."""
         holders: dict[tuple[str, int | None], str] = {}
-        for each in tensors:
-            for layer in (each.layer, None):
-                holders.setdefault((each.made_of, layer), each.info.name)
-        found = []
-        for each in tensors:
-            if (tied_to := each.info.placement.tied_to) is not None:
-                holder = holders.get((tied_to, each.layer)) or holders.get((tied_to, None))
+        for tensor in tensors:
+            for layer in (tensor.layer, None):
+                holders.setdefault((tensor.made_of, layer), tensor.info.name)
+        retied = []
+        for tensor in tensors:
+            if (tied_to := tensor.info.placement.tied_to) is not None:
+                holder = holders.get((tied_to, tensor.layer)) or holders.get((tied_to, None))
                 if holder is None:
                     why = f"it is tied to {tied_to}, which is gone or in parts"
-                    self._faults.append(f"{each.info.name} has no source: {why}")
-                placement = replace(each.info.placement, tied_to=holder or tied_to)
-                each = replace(each, info=replace(each.info, placement=placement))
-            found.append(each)
-        return found
+                    self._faults.append(f"{tensor.info.name} has no source: {why}")
+                placement = replace(tensor.info.placement, tied_to=holder or tied_to)
+                tensor = replace(tensor, info=replace(tensor.info, placement=placement))
+            retied.append(tensor)
+        return retied
 
     def _grown(self, tensors: list[Mapped]) -> list[Mapped]:
         """Return the tensors with their new rows; tied ones have the shape of their holder."""
-        grown = {each.info.name: each for each in tensors}
+        grown = {tensor.info.name: tensor for tensor in tensors}
         for rule in self.rules.grow:
             for name in self._matched("grow", rule.tensors, tensors):
                 info = grown[name].info
@@ -232,10 +232,10 @@ class Mapper:
                 elif info.placement.tied_to is None:
                     info = replace(info, shape=(rule.rows, *info.shape[1:]))
                     grown[name] = replace(grown[name], info=info, fill=rule.fill)
-        for name, each in grown.items():
-            holder = grown.get(each.info.placement.tied_to or "")
+        for name, tensor in grown.items():
+            holder = grown.get(tensor.info.placement.tied_to or "")
             if holder is not None:
-                grown[name] = replace(each, info=replace(each.info, shape=holder.info.shape))
+                grown[name] = replace(tensor, info=replace(tensor.info, shape=holder.info.shape))
         return list(grown.values())
 
     def _report(self) -> MapReport:

@@ -92,41 +92,41 @@ class MappedSource(Closing):
         stored = np.flatnonzero(plan.part < self._num_files)
         self._inner.fetch(plan.take(stored), addresses[stored], sums and sums.take(stored), num_threads)
         for row in np.flatnonzero(plan.part >= self._num_files).tolist():
-            each, size = self._grown[int(plan.part[row]) - self._num_files], int(plan.size[row])
+            tensor, size = self._grown[int(plan.part[row]) - self._num_files], int(plan.size[row])
             memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(addresses[row])))
-            values = self._row(each)
+            values = self._row(tensor)
             memory[:] = np.resize(np.roll(values, -(int(plan.source[row]) % max(len(values), 1))), size)
 
     def close(self) -> None:
         """Close nothing: the files are the inner reader's."""
 
-    def _row(self, each: Mapped) -> Bytes:
+    def _row(self, tensor: Mapped) -> Bytes:
         """Return the bytes of one new row."""
-        name, info = each.info.name, each.info
+        name, info = tensor.info.name, tensor.info
         if name not in self._rows:
             zeros = np.zeros(info.size_bytes // info.shape[0], np.uint8)
-            if isinstance(each.fill, bytes):  # of all rows, each of one byte
-                self._rows[name] = np.frombuffer(each.fill, np.uint8)
+            if isinstance(tensor.fill, bytes):  # of all rows, each of one byte
+                self._rows[name] = np.frombuffer(tensor.fill, np.uint8)
             else:
-                self._rows[name] = zeros if each.fill == "zeros" else self._mean(each)
+                self._rows[name] = zeros if tensor.fill == "zeros" else self._mean(tensor)
         return self._rows[name]
 
-    def _mean(self, each: Mapped) -> Bytes:
+    def _mean(self, tensor: Mapped) -> Bytes:
         """Return the mean of a tensor's rows, summed in float64."""
-        dtype, width = each.info.dtype, each.info.numel // each.info.shape[0]
+        dtype, width = tensor.info.dtype, tensor.info.numel // tensor.info.shape[0]
         rows_at_once = max(MEAN_BYTES // max(width * ITEMSIZE[dtype], 1), 1)
         total = np.zeros(width)
-        buffer = np.empty(min(rows_at_once, each.num_rows) * width * ITEMSIZE[dtype], np.uint8)
-        for part in each.ranges:
+        buffer = np.empty(min(rows_at_once, tensor.num_rows) * width * ITEMSIZE[dtype], np.uint8)
+        for part in tensor.ranges:
             for start in range(part.first, part.stop, rows_at_once):
                 stop = min(start + rows_at_once, part.stop)
                 [block] = fill(self._inner, [(part.source, start * width, stop * width)], buffer)
                 total += widened(block, dtype).reshape(-1, width).sum(axis=0)
-        return narrowed(total / each.num_rows, dtype)
+        return narrowed(total / tensor.num_rows, dtype)
 
 
-def _new_rows(each: Mapped) -> tuple[Box, int, int]:
+def _new_rows(tensor: Mapped) -> tuple[Box, int, int]:
     """Return the box of the rows that the source has not, and the range of all its positions."""
-    num_old, rest = each.num_rows, each.info.shape[1:]
-    box = Box((num_old, *(0 for _ in rest)), (each.info.shape[0] - num_old, *rest))
+    num_old, rest = tensor.num_rows, tensor.info.shape[1:]
+    box = Box((num_old, *(0 for _ in rest)), (tensor.info.shape[0] - num_old, *rest))
     return box, 0, box.numel

@@ -60,16 +60,16 @@ class MappedSums:
 
     def _whole(self, mapped: Iterable[Mapped]) -> list[tuple[int, int, RowRange]]:
         """Return for each tensor of the source that goes out whole where its rows are: as `moved` takes them."""
-        found: dict[str, list[tuple[int, int, RowRange]]] = {}
-        for each in mapped:
+        places: dict[str, list[tuple[int, int, RowRange]]] = {}
+        for tensor in mapped:
             at = 0
-            for part in each.ranges:
+            for part in tensor.ranges:
                 number, length = self._columns.numbers[part.source.name], part.stop - part.first
-                here = (number, part.first, RowRange(each.info, at, at + length))
-                others = found.setdefault(part.source.name, [])
+                place = (number, part.first, RowRange(tensor.info, at, at + length))
+                others = places.setdefault(part.source.name, [])
                 if all(part.stop <= first or first + r.stop - r.first <= part.first for _, first, r in others):
-                    others.append(here)
+                    others.append(place)
                 at += length
         rows = {info.name: num_rows(info) for info in self._tensors}
-        whole = [some for name, some in found.items() if sum(r.stop - r.first for _, _, r in some) == rows[name]]
-        return [each for some in whole for each in some]
+        whole = [some for name, some in places.items() if sum(r.stop - r.first for _, _, r in some) == rows[name]]
+        return [tensor for some in whole for tensor in some]

@@ -42,12 +42,12 @@ class MappedTrees:
         self.trees = {
             rank: self._tree(tree, [*by_owner.get(None, ()), *by_owner.get(rank, ())]) for rank, tree in trees.items()
         }
-        there = dict.fromkeys(key for tree in self.trees.values() for key in tree)
-        keys = [key for key in described["keys"] if key in there]
+        present = dict.fromkeys(key for tree in self.trees.values() for key in tree)
+        keys = [key for key in described["keys"] if key in present]
         self.described = {
-            **described, "keys": [*keys, *(key for key in there if key not in described["keys"])],
-            "owners": {key: ranks for key, ranks in described["owners"].items() if key in there},
-            "own": [key for key in described["own"] if key in there],
+            **described, "keys": [*keys, *(key for key in present if key not in described["keys"])],
+            "owners": {key: ranks for key, ranks in described["owners"].items() if key in present},
+            "own": [key for key in described["own"] if key in present],
         }  # fmt: skip
         self._check({name for names in becomes.values() for name in names})
 
@@ -69,17 +69,17 @@ class MappedTrees:
 
     def _tree(self, tree: Tree, moves: list[_Move]) -> Tree:
         root: Node = {"dict": [[key, node] for key, node in tree.items()]}
-        there = dict(_tensors((), root))
-        moves = [each for each in moves if each.old in there]
-        in_place = [each for each in moves if each.new is None or len(each.new) == len(each.old)]
-        elsewhere = [each for each in moves if each.new is not None and len(each.new) != len(each.old)]
-        edited = self._edited(root, 0, [*in_place, *(_Move(each.old, None) for each in elsewhere)])
+        tensors = dict(_tensors((), root))
+        moves = [move for move in moves if move.old in tensors]
+        in_place = [move for move in moves if move.new is None or len(move.new) == len(move.old)]
+        elsewhere = [move for move in moves if move.new is not None and len(move.new) != len(move.old)]
+        edited = self._edited(root, 0, [*in_place, *(_Move(move.old, None) for move in elsewhere)])
         root = edited if edited is not None else {"dict": []}
-        for each in elsewhere:
-            self._insert(root, each.new or (), there[each.old])
-        found = fields(root) or {}
-        self.faults += [f"{key!r} is not the name of a key of a state" for key in found if type(key) is not str]
-        return found
+        for move in elsewhere:
+            self._insert(root, move.new or (), tensors[move.old])
+        tree_after = fields(root) or {}
+        self.faults += [f"{key!r} is not the name of a key of a state" for key in tree_after if type(key) is not str]
+        return tree_after
 
     def _edited(self, node: Node, depth: int, moves: list[_Move]) -> Node | None:
         """Return a tree with its tensors moved, None if nothing is left; moves are those of the tensors in it."""
@@ -98,35 +98,35 @@ class MappedTrees:
         renamed: Callable[[Any], list[Any]] = lambda key: [key],
     ) -> dict[Any, Node]:  # fmt: skip
         """Return the items of a dict; `renamed` returns the keys that one without tensors gets."""
-        found: dict[Any, Node] = {}
+        items: dict[Any, Node] = {}
         by_key: dict[str, list[_Move]] = {}
-        for each in moves:
-            by_key.setdefault(each.old[depth], []).append(each)
+        for move in moves:
+            by_key.setdefault(move.old[depth], []).append(move)
         for key, node in its.items():
             inside = by_key.get(part(key), [])
-            targets = dict.fromkeys(each.new[depth] for each in inside if each.new is not None)
+            targets = dict.fromkeys(move.new[depth] for move in inside if move.new is not None)
             made = [(self._key(text), _at(inside, depth, text)) for text in targets]
             for name, some in made or [(name, inside) for name in renamed(key)]:
                 edited = self._edited(node, depth + 1, some)
                 if edited is None and node is not None:
                     continue
-                found[name] = merged("", [found[name], edited], []) if name in found else edited
-        return found
+                items[name] = merged("", [items[name], edited], []) if name in items else edited
+        return items
 
     def _list(self, node: Node, items: list[Node], depth: int, moves: list[_Move]) -> Node | None:
         """Return a list with what its items became; None if all its tensors are gone, a fault if one is elsewhere."""
-        if all(each.new is None for each in moves):
+        if all(move.new is None for move in moves):
             return None
-        found = []
+        edited_items = []
         for number, item in enumerate(items):
-            inside = [each for each in moves if each.old[depth] == f"#{number}"]
-            if any(each.new is not None and each.new[depth] != f"#{number}" for each in inside):
+            inside = [move for move in moves if move.old[depth] == f"#{number}"]
+            if any(move.new is not None and move.new[depth] != f"#{number}" for move in inside):
                 self.faults.append(f"{'/'.join(inside[0].old)} is an item of a list, which keeps its place")
             edited = self._edited(item, depth + 1, inside)
             if edited is None and item is not None:
                 self.faults.append(f"{'/'.join(inside[0].old)} is an item of a list, which is dropped whole or not")
-            found.append(edited)
-        return {"tuple": found} if isinstance(node, dict) else found
+            edited_items.append(edited)
+        return {"tuple": edited_items} if isinstance(node, dict) else edited_items
 
     def _optimizer(self, its: dict[Any, Node], depth: int, moves: list[_Move]) -> dict[Any, Node]:
         """Return the state and groups of an optimizer."""
@@ -189,15 +189,15 @@ class MappedTrees:
 
     def _check(self, names: set[str]) -> None:
         """Add faults if trees and tensors are not of the same names."""
-        found: set[str] = set()
+        held_names: set[str] = set()
         for rank, tree in self.trees.items():
             for key, node in tree.items():
                 base = base_of(key, rank if key in self._own else None)
-                found |= {"/".join((base, *path)) for path, _ in _tensors((), node)}
+                held_names |= {"/".join((base, *path)) for path, _ in _tensors((), node)}
         if not self.faults:
-            self.faults += [f"{name}: {NO_PLACE}" for name in sorted(names - found)]
+            self.faults += [f"{name}: {NO_PLACE}" for name in sorted(names - held_names)]
             self.faults += [
-                f"{name}: the recorded state needs it, and no rule makes it" for name in sorted(found - names)
+                f"{name}: the recorded state needs it, and no rule makes it" for name in sorted(held_names - names)
             ]
 
 
@@ -226,10 +226,10 @@ def _tensors(path: Path, node: Node) -> Iterator[tuple[Path, Node]]:
 
 def _parameters(moves: Iterable[_Move]) -> dict[str, list[str]]:
     """Return the names that parameters get, by their names in an optimizer: of a module, or of all modules."""
-    found: dict[str, tuple[Path, dict[str, None]]] = {}
-    for each in moves:
-        for name, new in ((each.old[-1:], (each.new or ())[-1:]), (each.old, each.new or ())):
-            of, names = found.setdefault(".".join(name), (each.old, {}))
-            if of == each.old and new:
+    new_names: dict[str, tuple[Path, dict[str, None]]] = {}
+    for move in moves:
+        for name, new in ((move.old[-1:], (move.new or ())[-1:]), (move.old, move.new or ())):
+            of, names = new_names.setdefault(".".join(name), (move.old, {}))
+            if of == move.old and new:
                 names[".".join(new)] = None
-    return {name: list(names) for name, (_, names) in found.items()}
+    return {name: list(names) for name, (_, names) in new_names.items()}

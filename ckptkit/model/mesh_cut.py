@@ -32,19 +32,22 @@ def mesh_cut(
     for dim, factor, count, index in _in_order(cuts):
         pieces = [_chunk(piece, count, index) for piece in (_chunk(spans[dim], factor, i) for i in range(factor))]
         spans[dim] = _joined(span for piece in pieces for span in piece)
-    lengths = tuple(sum(stop - start for start, stop in each) for each in spans)
+    lengths = tuple(sum(stop - start for start, stop in dim_spans) for dim_spans in spans)
     if 0 in lengths:
         return (), lengths
     placed = []
-    for each in spans:
+    for dim_spans in spans:
         ends, at = [], 0
-        for start, stop in each:
+        for start, stop in dim_spans:
             ends.append((start, stop - start, at))
             at += stop - start
         placed.append(ends)
     parts = [
-        Part(Box(tuple(a for a, _, _ in each), tuple(n for _, n, _ in each)), tuple(at for _, _, at in each))
-        for each in product(*placed)
+        Part(
+            Box(tuple(a for a, _, _ in box), tuple(n for _, n, _ in box)),
+            tuple(at for _, _, at in box),
+        )
+        for box in product(*placed)
     ]
     return tuple(parts), lengths
 
@@ -71,21 +74,21 @@ def _chunk(spans: Spans, count: int, index: int) -> Spans:
     """Return the part of a number in which torch.chunk cuts spans: of 5 rows in 2, [0, 3) and [3, 5)."""
     length = -(-sum(stop - start for start, stop in spans) // count)
     low, high = index * length, (index + 1) * length
-    found, at = [], 0
+    part, at = [], 0
     for start, stop in spans:
         a, b = max(low - at, 0), min(high - at, stop - start)
         if a < b:
-            found.append((start + a, start + b))
+            part.append((start + a, start + b))
         at += stop - start
-    return tuple(found)
+    return tuple(part)
 
 
 def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
     """Return the spans with neighbours made one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for start, stop in spans:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            joined.append((start, stop))
+    return tuple(joined)

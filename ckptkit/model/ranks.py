@@ -71,9 +71,9 @@ class Partition:
         for bucket in self._of_rank(coords):
             index, size = bucket.like.data_group(self._layout, coords)
             interval = shard_interval(bucket.total, size, index, bucket.itemsize)
-            found = overlaps(bucket.offsets, bucket.numels, *interval)
-            found = found[bucket.is_stored[found[:, 0]]]
-            rows, start, stop = found.T
+            covered = overlaps(bucket.offsets, bucket.numels, *interval)
+            covered = covered[bucket.is_stored[covered[:, 0]]]
+            rows, start, stop = covered.T
             columns.append((bucket.tensors[rows], bucket.offset[rows], bucket.shape[rows], start, stop))
         numbers, *rest = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.argsort(numbers)
@@ -90,13 +90,13 @@ class Partition:
     def _by_cut(self) -> Ints:
         """Return the number of each tensor's model, and fill in the models."""
         numbers: dict[object, int] = {}
-        found = []
+        model_of = []
         for info in self.tensors:
             key = (info.shape, info.placement.cuts, info.placement.round_to)
-            found.append(numbers.setdefault(key, len(numbers)))
+            model_of.append(numbers.setdefault(key, len(numbers)))
             if len(numbers) > len(self._models):
                 self._models.append(info)
-        return np.array(found, np.int64)
+        return np.array(model_of, np.int64)
 
     def _of_rank(self, coords: Coords) -> list[_Bucket]:
         """Return the buckets that a rank has an interval of."""
@@ -108,14 +108,14 @@ class Partition:
                     group = axis if axis is not None and getattr(self._layout, axis) > 1 else None
                     key = (info.name.rpartition("/")[0], ITEMSIZE[info.dtype], group)
                     self._members.setdefault(key, []).append(number)
-        found = []
+        buckets = []
         for key, members in self._members.items():
             _, itemsize, group = key
             part = (key, coords.tp, None if group is None else self._layout.along(group, coords))
             if part not in self._buckets:
                 self._buckets[part] = self._bucket(np.array(members, np.int64), itemsize, coords)
-            found.append(self._buckets[part])
-        return found
+            buckets.append(self._buckets[part])
+        return buckets
 
     def _bucket(self, members: Ints, itemsize: int, coords: Coords) -> _Bucket:
         models, place = np.unique(self._model_of[members], return_inverse=True)

@@ -61,9 +61,9 @@ def is_readable(certificate: Certificate | None) -> TypeGuard[Certificate]:
     return certificate is not None and certificate.get("sums") == KIND and isinstance(certificate.get("tensors"), dict)
 
 
-def differing(saved: Certificate, found: Certificate) -> list[str]:
+def differing(saved: Certificate, read: Certificate) -> list[str]:
     """Return the tensors that are not equal to what was saved, or are in one of two certificates only."""
-    one, other = saved["tensors"], found["tensors"]
+    one, other = saved["tensors"], read["tensors"]
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
@@ -79,10 +79,10 @@ def joined(
     sums, table = TensorSums(tensors), TensorColumns.of(tensors)
     for columns, values in parts:
         sums.add(np.array([table.numbers[name] for name in columns.names], np.int64), values)
-    saved, found = root.certificate, sums.certificate()
-    if not is_readable(saved) or found is None:
-        return saved or found, False
-    if wrong := differing(saved, found):
+    saved, written = root.certificate, sums.certificate()
+    if not is_readable(saved) or written is None:
+        return saved or written, False
+    if wrong := differing(saved, written):
         text = f"{what} is not equal to what was saved, by the certificate of the save:{listed(wrong)}"
         raise CheckFailed(text, hint=f"memory or a program changed values; read another step than {root.step}")
     return saved, True

@@ -96,11 +96,11 @@ class Cover:
         faulty = self._faulty()
         if not len(faulty):
             return []
-        searched, found = faulty[:MAX_SEARCHED], []
+        searched, held = faulty[:MAX_SEARCHED], []
         for writer, index in parts():
             stored = self._join.of(writer, index, f"the index of writer {writer}")
-            found.append(stored.take(np.flatnonzero(np.isin(stored.chunks.tensor, searched))))
-        joined = self._join.joined(found)
+            held.append(stored.take(np.flatnonzero(np.isin(stored.chunks.tensor, searched))))
+        joined = self._join.joined(held)
         faults = [(tensor, self._searched(tensor, joined)) for tensor in searched.tolist()]
         faults += [(tensor, f"{self._held(tensor)}, not each once") for tensor in faulty[MAX_SEARCHED:].tolist()]
         return [CoverFault(self._tensors[tensor].name, what) for tensor, what in faults]
@@ -299,15 +299,15 @@ def _held_twice(chunks: ChunkTable) -> Ints:
     low, high = chunks.bounds()
     counts = np.searchsorted(chunks.tensor, chunks.tensor, "right") - np.arange(len(chunks)) - 1
     turns = np.flatnonzero(np.diff(np.cumsum(counts) // PAIRS_AT_ONCE)) + 1
-    found = [np.empty(0, np.int64)]
+    tensors = [np.empty(0, np.int64)]
     for rows in np.split(np.arange(len(chunks)), turns):
         one, other = np.repeat(rows, counts[rows]), ramps(rows + 1, counts[rows])
         near = np.ones(len(one), bool)
         for first, end in zip(low, high, strict=True):
             near &= (first[one] < end[other]) & (first[other] < end[one])
         one, other = one[near], other[near]
-        found.append(chunks.tensor[one[_num_shared(chunks.take(one), chunks.take(other)) > 0]])
-    return np.unique(np.concatenate(found))
+        tensors.append(chunks.tensor[one[_num_shared(chunks.take(one), chunks.take(other)) > 0]])
+    return np.unique(np.concatenate(tensors))
 
 
 def _num_shared(one: ChunkTable, other: ChunkTable) -> Ints:
@@ -316,13 +316,13 @@ def _num_shared(one: ChunkTable, other: ChunkTable) -> Ints:
     a, b = _Boxes.of(one), _Boxes.of(other)
     shared = np.ones((2 * num_dims, 2 * num_dims, len(one)), np.int64)
 
-    def each(column: Ints) -> Ints:
+    def by_box(column: Ints) -> Ints:
         return column.reshape(2 * num_dims, len(one))
 
     for dim in range(num_dims):
-        end = np.minimum(each(a.high[dim])[:, None], each(b.high[dim]))
-        shared *= np.maximum(end - np.maximum(each(a.low[dim])[:, None], each(b.low[dim])), 0)
-    shared *= each(a.sign)[:, None] * each(b.sign)
+        end = np.minimum(by_box(a.high[dim])[:, None], by_box(b.high[dim]))
+        shared *= np.maximum(end - np.maximum(by_box(a.low[dim])[:, None], by_box(b.low[dim])), 0)
+    shared *= by_box(a.sign)[:, None] * by_box(b.sign)
     num_shared: Ints = shared.sum(axis=(0, 1))
     return num_shared
 

@@ -81,34 +81,34 @@ def copy_step(
             hint=f"ckptkit inspect {quote(target.url)}/{step_folder(step)}",
         )
     num_files, there_url = 2 * len(source.root.parts) + 1, f"{target.url}/{step_folder(step)}"
-    copied, kept = 0, 0
+    copied, num_kept = 0, 0
     if not is_there:
         check_files(source)
-        copied, kept = _sizes(source, target, len(text))
+        copied, num_kept = _sizes(source, target, len(text))
         refuse_full(target, copied - _remove_leftovers(source.root, target, dry_run=dry_run))
     if dry_run:
-        return CopyReport(source.url, there_url, step, num_files, copied, kept, time.monotonic() - started, dry_run)
+        return CopyReport(source.url, there_url, step, num_files, copied, num_kept, time.monotonic() - started, dry_run)
     if is_there:
         _remove_leftovers(source.root, target, dry_run=False)
         sync_name(target, key)
     is_summed = False
-    with CheckpointReader(target, step, root=source.root) as there:
+    with CheckpointReader(target, step, root=source.root) as copy:
         if not is_there:
             copying = _Copying(source, target, progress)
-            with reading_threads(FILES_AT_ONCE, source, there) as pool:
+            with reading_threads(FILES_AT_ONCE, source, copy) as pool:
                 sizes = list(pool.map(copying.copy_part, range(len(source.root.parts))))
-            copied, kept = sum(copied for copied, _ in sizes), sum(kept for _, kept in sizes)
+            copied, num_kept = sum(copied for copied, _ in sizes), sum(num_kept for _, num_kept in sizes)
             is_summed = copying.is_summed and is_readable(source.root.certificate)
-        checked = verify_checkpoint(there, share=1.0 if verify else 0.0)
+        checked = verify_checkpoint(copy, share=1.0 if verify else 0.0)
     if checked.faults:
         raise CheckFailed(
-            f"the copy in {target.url} is damaged: {checked.faults[0]}", hint=f"ckptkit verify {quote(there.url)}"
+            f"the copy in {target.url} is damaged: {checked.faults[0]}", hint=f"ckptkit verify {quote(copy.url)}"
         )
     if not is_there:
         target.write(key, text, if_absent=True)
         copied += len(text)
     return CopyReport(
-        source.url, there_url, step, num_files, copied, kept, time.monotonic() - started,
+        source.url, there_url, step, num_files, copied, num_kept, time.monotonic() - started,
         certified=is_summed or checked.num_certified > 0,
     )  # fmt: skip
 
@@ -119,12 +119,12 @@ def _remove_leftovers(root: Root, target: Storage, *, dry_run: bool) -> int:
     With `dry_run` remove nothing, and return their bytes, which a copy would have the room of.
     """
     names = {name for part in root.parts for name in (part.data, part.index)}
-    leftovers = [each for each in temporaries(target, root.step) if each.key in names]
+    leftovers = [leftover for leftover in temporaries(target, root.step) if leftover.key in names]
     if dry_run:
-        return sum(each.size_bytes for each in leftovers)
-    for each in leftovers:
+        return sum(leftover.size_bytes for leftover in leftovers)
+    for leftover in leftovers:
         with contextlib.suppress(StorageError):  # another process removed it
-            remove_unless_written(target, each)
+            remove_unless_written(target, leftover)
     return 0
 
 

@@ -94,31 +94,31 @@ def reshard(
     """
     started = time.monotonic()
     root, step = source.root, source.root.step if step is None else step
-    wanted = replace(root, step=step, layout=layout, attempt=source.attempt_for(layout), share=None)
-    _check(replace(wanted, share=root.share), source.url)
+    new_root = replace(root, step=step, layout=layout, attempt=source.attempt_for(layout), share=None)
+    _check(replace(new_root, share=root.share), source.url)
     with contextlib.ExitStack() as stack:
         if not dry_run and root_info(storage, step) is None:
-            folder = f"{step_folder(step)}/{wanted.attempt}"
+            folder = f"{step_folder(step)}/{new_root.attempt}"
             stack.enter_context(folder_held(storage, folder, is_shared=shard.count > 1))
-        return _reshard(source, storage, wanted, shard, slab_bytes, progress, started=started, dry_run=dry_run)
+        return _reshard(source, storage, new_root, shard, slab_bytes, progress, started=started, dry_run=dry_run)
 
 
 def _reshard(
-    source: RewriteSource, storage: Storage, wanted: Root, shard: Shard, slab_bytes: int,
+    source: RewriteSource, storage: Storage, new_root: Root, shard: Shard, slab_bytes: int,
     progress: Callable[[int, int], None], *, started: float, dry_run: bool,
 ) -> ReshardReport:  # fmt: skip
     """Do or plan what `reshard` was called for, its claim held."""
-    step, layout = wanted.step, wanted.layout
+    step, layout = new_root.step, new_root.layout
     url, layouts = f"{storage.url}/{step_folder(step)}", (str(source.root.layout), str(layout))
-    if (made := _made_before(storage, wanted)) is not None:
+    if (committed := _made_before(storage, new_root)) is not None:
         if not dry_run:
-            _remove_hidden(storage, wanted)
+            _remove_hidden(storage, new_root)
         return ReshardReport(
-            url, step, *layouts, len(made.parts), 0, 0, 0, time.monotonic() - started, dry_run, shard=str(shard),
+            url, step, *layouts, len(committed.parts), 0, 0, 0, time.monotonic() - started, dry_run, shard=str(shard),
             was_there=True,
         )  # fmt: skip
-    partition = Partition(list(wanted.tensors.values()), wanted.num_layers, layout)
-    rewriting = _Rewriting(source, storage, wanted, target_files(partition, layout, wanted.attempt), shard)
+    partition = Partition(list(new_root.tensors.values()), new_root.num_layers, layout)
+    rewriting = _Rewriting(source, storage, new_root, target_files(partition, layout, new_root.attempt), shard)
     check_files(source)
     rewriting.find_kept(dry_run=dry_run)
     needed = read = sum(target.file.data_bytes for target in rewriting.left)
@@ -136,31 +136,32 @@ def _reshard(
     )  # fmt: skip
 
 
-def _check(wanted: Root, url: str) -> None:
+def _check(new_root: Root, url: str) -> None:
     """Raise UserError if a source, with another step and layout, cannot be made into a checkpoint."""
-    replace(wanted, tensors={}).check()  # the tensors were checked as they were read
-    wanted.check_whole(url)
-    num_ranks = wanted.layout.world_size
+    replace(new_root, tensors={}).check()  # the tensors were checked as they were read
+    new_root.check_whole(url)
+    num_ranks = new_root.layout.world_size
     if num_ranks > MAX_RANKS:
-        text = f"{wanted.layout} has {num_ranks:,} ranks, which is more files than the {MAX_RANKS:,} that are written"
+        text = f"{new_root.layout} has {num_ranks:,} ranks, which is more files than the {MAX_RANKS:,} that are written"
         raise UserError(text, hint="a run reads any layout: fewer ranks do")
 
 
-def _made_before(storage: Storage, wanted: Root) -> Root | None:
+def _made_before(storage: Storage, new_root: Root) -> Root | None:
     """Return what an earlier call made of the same source, None if the step is not there; else UserError."""
-    if root_info(storage, wanted.step) is None:
+    if root_info(storage, new_root.step) is None:
         return None
-    there = read_root(storage, wanted.step)
-    if there != replace(wanted, parts=there.parts, certificate=wanted.certificate or there.certificate):
+    committed = read_root(storage, new_root.step)
+    if committed != replace(new_root, parts=committed.parts, certificate=new_root.certificate or committed.certificate):
         raise UserError(
-            f"{storage.url} already holds step {wanted.step}", hint="choose another place, or remove that step first"
+            f"{storage.url} already holds step {new_root.step}",
+            hint="choose another place, or remove that step first",
         )
-    sync_name(storage, root_key(wanted.step))
-    return there
+    sync_name(storage, root_key(new_root.step))
+    return committed
 
 
 def _remove_hidden(
-    storage: Storage, wanted: Root, keys: Collection[str] | None = None, *, is_alone: bool = False
+    storage: Storage, new_root: Root, keys: Collection[str] | None = None, *, is_alone: bool = False
 ) -> None:  # fmt: skip
     """Remove hidden files of an earlier try: of some keys, or once the step is committed of all and of its root.
 
@@ -169,28 +170,28 @@ def _remove_hidden(
     """
     if keys is None:
         try:
-            abort_stale_uploads(storage, f"{step_folder(wanted.step)}/{wanted.attempt}/", -CLOCKS_DIFFER_S)
+            abort_stale_uploads(storage, f"{step_folder(new_root.step)}/{new_root.attempt}/", -CLOCKS_DIFFER_S)
         except UserError as error:
             log(f"warning: {error}")
-    for each in temporaries(storage, wanted.step):
-        is_ours = each.key.startswith(f"{wanted.attempt}/") if keys is None else each.key in keys
+    for temporary in temporaries(storage, new_root.step):
+        is_ours = temporary.key.startswith(f"{new_root.attempt}/") if keys is None else temporary.key in keys
         with contextlib.suppress(StorageError):  # another process removed it
-            if keys is None and each.key == ROOT_KEY:
-                is_ours = attempt_of_head(storage.read(each.hidden_key)) in (wanted.attempt, None)
+            if keys is None and temporary.key == ROOT_KEY:
+                is_ours = attempt_of_head(storage.read(temporary.hidden_key)) in (new_root.attempt, None)
             if is_ours and is_alone:
-                storage.delete([each.hidden_key])
+                storage.delete([temporary.hidden_key])
             elif is_ours:
-                remove_unless_written(storage, each)
+                remove_unless_written(storage, temporary)
 
 
 class _Rewriting:
     """One shard's files of a reshard: those that are there, `kept`, and those that are `left` to write."""
 
     def __init__(
-        self, source: RewriteSource, storage: Storage, wanted: Root, targets: Sequence[TargetFile], shard: Shard
+        self, source: RewriteSource, storage: Storage, new_root: Root, targets: Sequence[TargetFile], shard: Shard
     ) -> None:
-        self._source, self._storage, self._wanted, self._targets = source, storage, wanted, targets
-        self._folder = step_folder(wanted.step)
+        self._source, self._storage, self._new_root, self._targets = source, storage, new_root, targets
+        self._folder = step_folder(new_root.step)
         # whether no other process may name the files
         self._is_alone = shard.count == 1 and local_root(storage) is not None
         self._is_committing = False
@@ -209,7 +210,7 @@ class _Rewriting:
         if dry_run:
             is_kept = [self._is_there(target, sizes) for target in self.own]
         else:
-            _remove_hidden(self._storage, self._wanted, own, is_alone=self._is_alone)
+            _remove_hidden(self._storage, self._new_root, own, is_alone=self._is_alone)
             with ThreadPoolExecutor(usual_threads()) as pool:
                 is_kept = list(pool.map(lambda target: self._is_right(target, sizes), self.own))
         for target, is_there in zip(self.own, is_kept, strict=True):
@@ -218,8 +219,8 @@ class _Rewriting:
         missing = [each for each in self._targets if each.keys not in mine and not self._is_there(each, sizes)]
         self.num_missing = len(missing)
         left, others = (sum(target.file.size_bytes for target in some) for some in (self.left, missing))
-        hidden = temporaries(self._storage, self._wanted.step) if missing else []
-        begun = sum(each.size_bytes for each in hidden if each.key.startswith(f"{self._wanted.attempt}/"))
+        hidden = temporaries(self._storage, self._new_root.step) if missing else []
+        begun = sum(each.size_bytes for each in hidden if each.key.startswith(f"{self._new_root.attempt}/"))
         refuse_full(self._storage, left + max(others - begun, 0))  # what others write has its room already
 
     def run(self, batches: Iterator[list[Slab]], progress: Callable[[int], None]) -> int:
@@ -271,12 +272,12 @@ class _Rewriting:
             certificate, self.is_certified = joined(self._source.root, sums, f"what was made of {self._source.url}")
             sync_name(self._storage, f"{self._folder}/{self._targets[0].keys[0]}")  # other shards put some of them
             self._is_committing = True
-            commit_root(self._storage, replace(self._wanted, parts=tuple(parts), certificate=certificate))
-            _remove_hidden(self._storage, self._wanted, is_alone=self._is_alone)
+            commit_root(self._storage, replace(self._new_root, parts=tuple(parts), certificate=certificate))
+            _remove_hidden(self._storage, self._new_root, is_alone=self._is_alone)
         return len(self._targets) - len(parts)
 
     def _sizes(self) -> dict[str, int]:
-        prefix = f"{self._folder}/{self._wanted.attempt}/"
+        prefix = f"{self._folder}/{self._new_root.attempt}/"
         return {info.key: info.size_bytes for info in self._storage.list(prefix)}
 
     def _is_there(self, target: TargetFile, sizes: dict[str, int]) -> bool:
@@ -297,14 +298,14 @@ class _Rewriting:
     def _is_committed_elsewhere(self) -> bool:
         """Return whether the same call, of another process, has committed the step meanwhile; it is durable then."""
         with contextlib.suppress(UserError):
-            if committed_attempt(self._storage, self._wanted.step, self._wanted.attempt) == self._wanted.attempt:
-                sync_name(self._storage, root_key(self._wanted.step))
+            if committed_attempt(self._storage, self._new_root.step, self._new_root.attempt) == self._new_root.attempt:
+                sync_name(self._storage, root_key(self._new_root.step))
                 return True
         return False
 
     def _remove(self) -> None:
         if (
-            committed_attempt(self._storage, self._wanted.step, self._wanted.attempt) != self._wanted.attempt
+            committed_attempt(self._storage, self._new_root.step, self._new_root.attempt) != self._new_root.attempt
         ):  # by the same call, elsewhere
             mine = {f"{self._folder}/{key}" for target in self.left for key in target.keys}
             self._storage.delete([key for key in self._sizes() if key in mine])

@@ -88,9 +88,9 @@ class Item:
             reader.read_bytes(self.info, self.start, first, last, memory)
             crc = zlib.crc32(memory.data, crc)
 
-        yield Piece.made(self.offset, len(self.head), lambda: self.head)
+        yield Piece.of_bytes(self.offset, len(self.head), lambda: self.head)
         yield Piece(self.begin, self.elements_end, read)
-        yield Piece.made(self.elements_end, self.end - self.elements_end, lambda: self.tail(crc))
+        yield Piece.of_bytes(self.elements_end, self.end - self.elements_end, lambda: self.tail(crc))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def export_dcp(
 
 def _files_beside(source: ChunkSource) -> dict[str, bytes]:
     """Return the files of a step that was imported from torch_dist; UserError if it was not."""
-    found = {}
+    files = {}
     for name in (COMMON, CONFIG):  # the latter says that a folder is complete
         info = source.root.tensors.get(FILES + name)
         if info is None and name == COMMON and COMMON_STATE in source.root.tensors:
@@ -154,8 +154,8 @@ def _files_beside(source: ChunkSource) -> dict[str, bytes]:
             text = f"{source.url} has no {name}, as it was not imported from torch_dist"
             raise UserError(text, hint="--to dcp")
         [data] = fill(source, [(info, 0, info.numel)], np.empty(info.size_bytes, np.uint8))
-        found[name] = data.tobytes()
-    return found
+        files[name] = data.tobytes()
+    return files
 
 
 def planned(root: Root, state: DcpState, max_shard_bytes: int) -> list[DcpFile]:

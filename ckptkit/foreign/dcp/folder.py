@@ -59,26 +59,26 @@ class DcpFolder(ForeignFolder):
         ends: dict[str, int] = {}
         for place in [*chunks, *self.contents.blobs.values()]:
             ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
-        found = {info.key: info.size_bytes for info in self.storage.list()}
+        stored = {info.key: info.size_bytes for info in self.storage.list()}
         faults = [
-            f"{name}: {'missing' if name not in found else f'{found[name]:,} bytes'}, {end:,} bytes are named"
+            f"{name}: {'missing' if name not in stored else f'{stored[name]:,} bytes'}, {end:,} bytes are named"
             for name, end in ends.items()
-            if found.get(name, -1) < end
+            if stored.get(name, -1) < end
         ]
         if faults:
             raise CheckFailed(f"{self.storage.url} is not whole:{listed(faults)}", hint=FETCH)
-        if others := sorted(found.keys() - ends.keys() - {FILE, INDEX}):
+        if others := sorted(stored.keys() - ends.keys() - {FILE, INDEX}):
             log(f"warning: {self.url} holds what is not read: {shown_names(others)}")
-        return {name: found[name] for name in ends}
+        return {name: stored[name] for name in ends}
 
     def open(self, step: int, exchange: object = None) -> FolderSource:
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
         contents, root, sizes = self.contents, self.root(step), self.sizes
-        wanted = [(name, chunk) for name, tensor in contents.tensors.items() for chunk in tensor.chunks]
+        chunks = [(name, chunk) for name, tensor in contents.tensors.items() for chunk in tensor.chunks]
         self._parts = self._parts or self._of_safetensors()
         with ThreadPoolExecutor(NUM_THREADS) as pool:  # reads the ends of each chunk, where its description is
-            found = list(pool.map(lambda each: self._found(*each), wanted))
-        return stored_source(self.storage, root, self.url, sizes, found, contents.blobs)
+            places = list(pool.map(lambda named: self._found(*named), chunks))
+        return stored_source(self.storage, root, self.url, sizes, places, contents.blobs)
 
     def _found(self, name: str, chunk: DcpChunk) -> Found:
         """Return where a chunk's elements are; CheckFailed if the file does not hold what `.metadata` says."""
@@ -86,16 +86,16 @@ class DcpFolder(ForeignFolder):
         if (parts := self._parts.get(place.file)) is not None:
             part = parts.get(name)
             if part is None or part.offset != chunk.offset:
-                there = "not there" if part is None else f"that from {list(part.offset)} on"
-                text = f"{self.url}/{place.file}: {name} from {list(chunk.offset)} on, which {FILE} names, is {there}"
+                what = "not there" if part is None else f"that from {list(part.offset)} on"
+                text = f"{self.url}/{place.file}: {name} from {list(chunk.offset)} on, which {FILE} names, is {what}"
                 raise CheckFailed(text, hint="torch keeps one chunk of a tensor in such a file: save as torch does")
-            found = part.place
+            stored = part.place
         else:
-            found = read_tensor(self.storage, place.file, place.offset, place.length)
-        if (found.dtype, found.shape) != (tensor.dtype, chunk.shape):
-            there = f"{found.dtype} {list(found.shape)}, {FILE} says {name}, {tensor.dtype} {list(chunk.shape)}"
-            raise CheckFailed(f"{self.url}/{place.file} at byte {place.offset:,} holds {there}")
-        return Found(name, Box(chunk.offset, chunk.shape), place.file, found)
+            stored = read_tensor(self.storage, place.file, place.offset, place.length)
+        if (stored.dtype, stored.shape) != (tensor.dtype, chunk.shape):
+            what = f"{stored.dtype} {list(stored.shape)}, {FILE} says {name}, {tensor.dtype} {list(chunk.shape)}"
+            raise CheckFailed(f"{self.url}/{place.file} at byte {place.offset:,} holds {what}")
+        return Found(name, Box(chunk.offset, chunk.shape), place.file, stored)
 
     def _of_safetensors(self) -> dict[str, dict[str, Part]]:
         """Return the parts of the files that are safetensors, which follow what was pickled."""

@@ -110,25 +110,25 @@ def read_json(storage: Storage, key: str) -> dict[str, Any]:
 
 def misfits(rows: tuple[Row, ...], tensors: Mapping[str, ForeignTensor]) -> list[str]:
     """Return what is wrong with each tensor of a folder: missing, of another shape, or of no use."""
-    wanted: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     tied = {row.foreign for row in rows if row.placement.tied_to is not None}
     for row in rows:
         if row.foreign not in tied:
-            wanted[row.foreign] = row.foreign_shape  # the last of several rows ends where the tensor does
+            shapes[row.foreign] = row.foreign_shape  # the last of several rows ends where the tensor does
     faults = []
-    for name, shape in wanted.items():
-        found = tensors.get(name)
-        if found is None:
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is None:
             faults.append(f"{name}: missing, wanted {list(shape)}")
-        elif found.shape != shape:
-            faults.append(f"{name}: {list(found.shape)}, wanted {list(shape)}")
+        elif tensor.shape != shape:
+            faults.append(f"{name}: {list(tensor.shape)}, wanted {list(shape)}")
     first = {row.name: row.foreign for row in reversed(rows)}
     faults += [
         f"{row.foreign}: {tensors[row.foreign].dtype}, that of another expert has another dtype"
         for row in (rows if not faults else ())
         if row.expert and tensors[row.foreign].dtype != tensors[first[row.name]].dtype
     ]
-    return faults + [f"{name}: not a tensor of this model" for name in tensors if name not in wanted.keys() | tied]
+    return faults + [f"{name}: not a tensor of this model" for name in tensors if name not in shapes.keys() | tied]
 
 
 def _compare_tied(storage: Storage, rows: tuple[Row, ...], tensors: Mapping[str, ForeignTensor]) -> None:
@@ -172,16 +172,16 @@ def indexed(storage: Storage, index: str) -> tuple[dict[str, ForeignTensor], dic
     """Return the tensors of the files that an index names, and the size of each file."""
     places, where = read_places(storage, index), f"{storage.url}/{index}"
     files = sorted(set(places.values()))
-    found: dict[str, ForeignTensor] = {}
+    all_tensors: dict[str, ForeignTensor] = {}
     sizes = {}
     for file in files:
         tensors, sizes[file] = read_header(storage, file)
-        here = {name for name, place in places.items() if place == file}
-        if here != tensors.keys():
-            name = min(here ^ tensors.keys())
+        named = {name for name, place in places.items() if place == file}
+        if named != tensors.keys():
+            name = min(named ^ tensors.keys())
             raise CheckFailed(f"{where} and {file} differ: {name} is in one of them only")
-        found |= tensors
-    return found, sizes
+        all_tensors |= tensors
+    return all_tensors, sizes
 
 
 def read_places(storage: Storage, index: str = INDEX) -> dict[str, str]:

@@ -67,7 +67,7 @@ def export_folder(
 
 def _pieces(url: str, shard: Shard, reader: SourceReader) -> Iterator[Piece]:
     """Yield a shard's header, and its tensors."""
-    yield Piece.made(0, len(shard.header), lambda: shard.header)
+    yield Piece.of_bytes(0, len(shard.header), lambda: shard.header)
     tensors = _TensorReader(url, reader)
     ends = accumulate((tensor.size_bytes for tensor in shard.tensors), initial=len(shard.header))
     for tensor, (begin, end) in zip(shard.tensors, pairwise(ends), strict=True):

@@ -160,22 +160,22 @@ def outgoing(rows: Iterable[Row], root: Root, url: str, dtype: str | None) -> li
 
     UserError lists those that the step lacks or has in another shape.
     """
-    found, faults = [], []
+    results, faults = [], []
     prefix = "" if "embed.weight" in root.tensors else MASTER
     written = (row for row in rows if row.placement.tied_to is None)
     for name, group in groupby(sorted(written, key=_order), lambda row: row.foreign):
         sources = [(row, root.tensors.get(prefix + row.name)) for row in sorted(group, key=lambda row: row.first)]
-        there = [(row, info) for row, info in sources if info is not None]
+        present = [(row, info) for row, info in sources if info is not None]
         faults += [f"{row.name}: missing, wanted {list(row.shape)}" for row, info in sources if info is None]
-        others = [(row, info) for row, info in there if info.shape != row.shape]
+        others = [(row, info) for row, info in present if info.shape != row.shape]
         faults += [f"{row.name}: {list(info.shape)}, wanted {list(row.shape)}" for row, info in others]
-        if len({info.dtype for _, info in there}) > 1:
+        if len({info.dtype for _, info in present}) > 1:
             faults.append(f"{name}: its parts are of several dtypes")
-        if there:
-            found.append(Outgoing(name, dtype or there[0][1].dtype, there[-1][0].foreign_shape, tuple(there)))
+        if present:
+            results.append(Outgoing(name, dtype or present[0][1].dtype, present[-1][0].foreign_shape, tuple(present)))
     if faults:
         raise UserError(f"{url} does not hold the model of its {CONFIG}:{listed(faults)}")
-    return found
+    return results
 
 
 def shards_of(tensors: Sequence[Outgoing], max_bytes: int, stem: str = STEM) -> tuple[Shard, ...]:

@@ -44,13 +44,13 @@ class SafetensorsFolder(HfFolder):
     @cached_property
     def contents(self) -> Contents:
         """Return what the folder holds, or the file alone; CheckFailed or UserError if it is not sound."""
-        there = {info.key: info.size_bytes for info in self.storage.list() if "/" not in info.key}
+        sizes = {info.key: info.size_bytes for info in self.storage.list() if "/" not in info.key}
         stem, tensors, weights = _weights(
-            self.storage, [self._file] if self._file else list(there), is_file=self._file is not None
+            self.storage, [self._file] if self._file else list(sizes), is_file=self._file is not None
         )
-        if taken := [name for name in tensors if name.startswith(FILES)]:
-            raise UserError(f"{self.storage.url} has tensors whose names begin as those of files do:{listed(taken)}")
-        files = {} if self._file else _files(self.storage.url, there, weights)
+        if misnamed := [name for name in tensors if name.startswith(FILES)]:
+            raise UserError(f"{self.storage.url} has tensors whose names begin as those of files do:{listed(misnamed)}")
+        files = {} if self._file else _files(self.storage.url, sizes, weights)
         rows = tuple(Row(name, name, each.shape, Placement("first")) for name, each in tensors.items())
         return Contents(rows, tensors, weights, files, 1, {METADATA: {"stem": stem}})
 
@@ -102,9 +102,9 @@ def _lacking(files: list[str]) -> list[str]:
     return [name for at in range(int(total)) if (name := f"{stem}-{at + 1:05}-of-{total}{SUFFIX}") not in files]
 
 
-def _files(url: str, there: Mapping[str, int], weights: Mapping[str, int]) -> dict[str, int]:
+def _files(url: str, sizes: Mapping[str, int], weights: Mapping[str, int]) -> dict[str, int]:
     """Return the files that a run carries: all at the top that are not empty, large, hidden or weights."""
-    others = {name: size for name, size in there.items() if name not in weights and not name.endswith(INDEX_SUFFIX)}
+    others = {name: size for name, size in sizes.items() if name not in weights and not name.endswith(INDEX_SUFFIX)}
     files = {
         name: size
         for name, size in others.items()

@@ -48,10 +48,10 @@ class Contents:
     own: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
 
-    def add(self, found: Found, shape: Ints) -> None:
+    def add(self, chunk: Found, shape: Ints) -> None:
         """Add a box of a tensor, unless it is there."""
-        self.boxes.setdefault((found.name, found.box), found)
-        self.tensors.setdefault(found.name, (found.place.dtype, shape))
+        self.boxes.setdefault((chunk.name, chunk.box), chunk)
+        self.tensors.setdefault(chunk.name, (chunk.place.dtype, shape))
 
     @property
     def state(self) -> dict[str, bytes]:

@@ -105,10 +105,10 @@ class _Parser(BASE):  # type: ignore[misc]
     def load_frozenset(self) -> None:
         self.append(frozenset(_flat(self.pop_mark())))
 
-    def _fill(self, made: Any, items: list[Any]) -> None:
-        if type(made) is not dict:
+    def _fill(self, target: Any, items: list[Any]) -> None:
+        if type(target) is not dict:
             raise pickle.UnpicklingError("items for what is not a dict")
-        made.update(zip(_flat(items[::2]), items[1::2], strict=True))
+        target.update(zip(_flat(items[::2]), items[1::2], strict=True))
 
     def load_refused(self) -> None:
         raise pickle.UnpicklingError("an opcode that no such file has")

@@ -95,10 +95,10 @@ class TensorstoreFolder(ForeignFolder):
                     ).result(),
                     arrays.values(),
                 )
-                found = {path or "array": array for (path, _, _), array in zip(arrays.values(), opened, strict=True)}
+                by_path = {path or "array": array for (path, _, _), array in zip(arrays.values(), opened, strict=True)}
             known = texts.get("zarr.json", {}).get("attributes", {}).get(ATTRIBUTES, {})
             are_ours = any(ATTRIBUTES in texts[key].get("attributes", {}) for key in arrays)
-            lost = lost_arrays(keys, found, [*listed_too, texts.get("zarr.json", {})])
+            lost = lost_arrays(keys, by_path, [*listed_too, texts.get("zarr.json", {})])
         except (AttributeError, OSError, RecursionError, TypeError, UnicodeDecodeError, ValueError) as error:
             text = f"{self.storage.url} is not a folder of sound Zarr arrays: {words_of(error)}"
             raise CheckFailed(text, hint=FETCH) from None
@@ -108,12 +108,12 @@ class TensorstoreFolder(ForeignFolder):
         if lost:
             text = f"{self.storage.url} lacks the descriptions of arrays:{listed(lost)}"
             raise CheckFailed(text, hint=FETCH)
-        if not found:
+        if not by_path:
             raise CheckFailed(f"{self.storage.url} holds no Zarr array", hint="name the folder of zarr.json or .zarray")
         if are_ours and not known:
             text = f"{self.storage.url} lacks the zarr.json of the folder, which names all arrays of an export"
             raise CheckFailed(text, hint="fetch the folder again, or export the step again")
-        return Contents(found, known, chunks_by_array(keys, found))
+        return Contents(by_path, known, chunks_by_array(keys, by_path))
 
     @cached_property
     def chunks(self) -> None:
@@ -171,22 +171,22 @@ class TensorstoreFolder(ForeignFolder):
             raise UserError(f"{self.url} has an array that no step can hold: {words_of(error)}") from None
         return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), {})
 
-    def _check_arrays(self, placed: Mapping[str, TensorInfo], there: Mapping[str, TensorInfo]) -> None:
+    def _check_arrays(self, placed: Mapping[str, TensorInfo], present: Mapping[str, TensorInfo]) -> None:
         """Raise CheckFailed if the arrays of an export are not those that it wrote."""
-        held = {name: (each.dtype, each.shape) for name, each in placed.items() if not each.placement.tied_to}
-        faults = [f"{name}: lost" for name in held if name not in there]
-        faults += [f"{name}: not of the export" for name in there if name not in held]
+        exported = {name: (info.dtype, info.shape) for name, info in placed.items() if not info.placement.tied_to}
+        faults = [f"{name}: lost" for name in exported if name not in present]
+        faults += [f"{name}: not of the export" for name in present if name not in exported]
         faults += [
-            f"{name}: {each.dtype} {list(each.shape)}, exported was {held[name][0]} {list(held[name][1])}"
-            for name, each in there.items()
-            if held.get(name, (each.dtype, each.shape)) != (each.dtype, each.shape)
+            f"{name}: {info.dtype} {list(info.shape)}, exported was {exported[name][0]} {list(exported[name][1])}"
+            for name, info in present.items()
+            if exported.get(name, (info.dtype, info.shape)) != (info.dtype, info.shape)
         ]
         if faults:
             text = f"{self.storage.url} does not hold the arrays of its export:{listed(faults)}"
             raise CheckFailed(text, hint="fetch the folder again, or export the step again")
 
 
-def lost_arrays(keys: Collection[str], found: Collection[str], described: Iterable[Mapping[str, Any]]) -> list[str]:
+def lost_arrays(keys: Collection[str], arrays: Collection[str], described: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the arrays of which there are chunks and no description, or that a list of the folder names beside.
 
     With an array `w` the key `w/c/0/1` is a chunk of it; without one `w` is lost.
@@ -194,8 +194,8 @@ def lost_arrays(keys: Collection[str], found: Collection[str], described: Iterab
     lost = set()
     for key in keys:
         words = key.split("/")
-        is_chunk = CHUNK.fullmatch(words[-1]) and not any("/".join(words[:n]) in found for n in range(1, len(words)))
-        if is_chunk and "array" not in found:
+        is_chunk = CHUNK.fullmatch(words[-1]) and not any("/".join(words[:n]) in arrays for n in range(1, len(words)))
+        if is_chunk and "array" not in arrays:
             while words and CHUNK.fullmatch(words[-1]):
                 words.pop()
             lost.add("/".join(words) or "array")
@@ -204,7 +204,7 @@ def lost_arrays(keys: Collection[str], found: Collection[str], described: Iterab
         for path, one in {**each.get("metadata", {}), **inside.get("metadata", {})}.items():
             if path.endswith("/.zarray") or one.get("node_type") == "array":
                 lost.add(path.removesuffix("/.zarray"))
-    return sorted(lost - set(found))
+    return sorted(lost - set(arrays))
 
 
 def chunks_by_array(keys: Iterable[str], arrays: Collection[str]) -> dict[str, set[Ints]]:
@@ -212,15 +212,15 @@ def chunks_by_array(keys: Iterable[str], arrays: Collection[str]) -> dict[str, s
 
     With an array `w` the keys `w/c/0/1`, `w/0/1` and `w/0.1` are of its chunk (0, 1).
     """
-    found: dict[str, set[Ints]] = {name: set() for name in arrays}
+    numbers: dict[str, set[Ints]] = {name: set() for name in arrays}
     for key in keys:
         words = key.split("/")
-        above = (at for at in range(len(words) - 1, 0, -1) if "/".join(words[:at]) in found)
+        above = (at for at in range(len(words) - 1, 0, -1) if "/".join(words[:at]) in numbers)
         at = next(above, 0)
         name, rest = ("/".join(words[:at]), "/".join(words[at:])) if at else ("array", key)
-        if name in found and CHUNK_KEY.fullmatch(rest):
-            found[name].add(tuple(int(word) for word in re.split("[./]", rest) if word != "c"))
-    return found
+        if name in numbers and CHUNK_KEY.fullmatch(rest):
+            numbers[name].add(tuple(int(word) for word in re.split("[./]", rest) if word != "c"))
+    return numbers
 
 
 def missing_chunks(array: Any, stored: Collection[Ints]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.format.state_tree import Node, decoded, fields, items_of, leaves, made, part
+from ckptkit.format.state_tree import Node, decoded, fields, items_of, leaves, part, resolved
 from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.mesh_cut import Part
@@ -91,7 +91,7 @@ class Match:
         if found is not None:
             self._base, self._path = found.base, RNG
             value = decoded(RNG, found.node, self._new)
-            self._after.append(lambda: set_rng_state(made(value)))
+            self._after.append(lambda: set_rng_state(resolved(value)))
 
     def _fill(self, path: str, target: Any, node: Node) -> Any:
         """Return the target if it is filled in place, else a function that makes what takes its place."""
@@ -110,7 +110,7 @@ class Match:
         else:
             self.wanted |= {path, *leaves(path, node)}
             value = decoded(path, node, self._new)
-            return lambda: made(value)
+            return lambda: resolved(value)
         return target
 
     def _fill_items(self, path: str, target: Any, nodes: list[Node]) -> Any:
@@ -126,7 +126,7 @@ class Match:
         return target
 
     def _set(self, parent: Any, key: Any, value: Any) -> None:
-        self._after.append(lambda: parent.__setitem__(key, made(value)))
+        self._after.append(lambda: parent.__setitem__(key, resolved(value)))
 
     def _put(self, path: str, parent: Any, key: Any, node: Node, target: Any) -> None:
         value = self._fill(path, target, node)
@@ -167,7 +167,7 @@ class Match:
             else:
                 given[name] = value
         if computed & given.keys():  # filling what a state_dict made does not change the module
-            self._after.append(lambda: give_state(path, module, made(given)))
+            self._after.append(lambda: give_state(path, module, resolved(given)))
 
     def _fill_optimizer(self, path: str, optimizer: Optimizer, node: Node) -> None:
         items = fields(node) or {}
@@ -258,7 +258,7 @@ class Match:
             return tensor
 
         value = decoded(path, node, array)
-        self._after.append(lambda: target.load_state_dict(made(value)))
+        self._after.append(lambda: target.load_state_dict(resolved(value)))
 
     def _name(self, path: str) -> str:
         return self._base + path[len(self._path) :]
@@ -341,7 +341,7 @@ def _tuple_with(items: tuple[Any, ...], values: Mapping[int, Callable[[], Any]])
 
 
 def _call_made(act: Callable[[Any], object], value: Any) -> None:
-    act(made(value))
+    act(resolved(value))
 
 
 def _but_last(each: Part) -> Part:

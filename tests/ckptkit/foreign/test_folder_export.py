@@ -7,7 +7,7 @@ from ckptkit.foreign.folder_export import Piece, load_pieces
 
 
 def piece_of(begin: int, data: bytes) -> Piece:
-    return Piece.made(begin, len(data), lambda: data)
+    return Piece.of_bytes(begin, len(data), lambda: data)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 7, 64])
