@@ -55,8 +55,8 @@ from ckptkit.runs.run import resolve as resolve
 from ckptkit.saving.checkpointer import Checkpointer as Checkpointer
 from ckptkit.saving.options import CheckpointerOptions as CheckpointerOptions
 from ckptkit.saving.save import save as save
-from ckptkit.tiers.node_here import nodes_here as nodes_here
 from ckptkit.tiers.node_places import NodePlaces as NodePlaces
+from ckptkit.tiers.node_places import nodes_here as nodes_here
 from ckptkit.tiers.tier import Node as Node
 from ckptkit.tiers.tier import Tier as Tier
 from ckptkit.tiers.tier import Tiers as Tiers

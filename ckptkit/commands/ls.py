@@ -32,8 +32,7 @@ def run(options: Options) -> int:
     exit code is 1.
     """
     from ckptkit.format.address import open_address
-    from ckptkit.runs.catalogue import listed_steps, look_up, missing_place, no_step
-    from ckptkit.runs.misplaced import not_a_run
+    from ckptkit.runs.catalogue import listed_steps, look_up, missing_place, no_step, not_a_run
     from ckptkit.runs.record import Records
 
     storage, step = open_address(options.run)

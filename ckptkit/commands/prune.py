@@ -44,9 +44,8 @@ def run(options: Options) -> None:
     steps and the newest good step stay, whatever is asked; without a rule all steps stay. Files that are not of the
     checkpoint format are left alone.
     """
-    from ckptkit.runs.catalogue import listed_steps, missing_place, no_step
+    from ckptkit.runs.catalogue import listed_steps, missing_place, no_step, not_a_run
     from ckptkit.runs.debris import abort_uploads
-    from ckptkit.runs.misplaced import not_a_run
     from ckptkit.runs.pruning import prune
     from ckptkit.runs.record import Records
     from ckptkit.runs.retention import Retention

@@ -183,7 +183,7 @@ def open_run(url: str, hint: str) -> "Storage":
 
 def step_named(url: str) -> "Run":
     """Return the run of a step's URL, with the step as `named`; any other URL is refused."""
-    from ckptkit.runs.misplaced import not_a_run
+    from ckptkit.runs.catalogue import not_a_run
     from ckptkit.runs.run import Run
 
     found = Run(url)

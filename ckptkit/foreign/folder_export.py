@@ -17,9 +17,8 @@ from ckptkit.check.slabs import fill
 from ckptkit.check.verify import check_files
 from ckptkit.foreign.folder_claim import FolderClaim
 from ckptkit.io.blocks import Bytes
-from ckptkit.io.data_files import write_blocks
+from ckptkit.io.data_files import refuse_full, write_blocks
 from ckptkit.io.double_buffer import double_buffered
-from ckptkit.io.room import refuse_full
 from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.box import Box

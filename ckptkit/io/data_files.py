@@ -2,14 +2,17 @@
 
 Local files are written and read past the page cache; a load takes from it what it has. Others are read in ranges and
 written as uploads. Failures are StorageErrors, and CheckFailed for bytes that do not have their checksum.
+What a disk can hold still is looked up before anything is written.
 """
 
 import ctypes
+import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Protocol
 
 import numpy as np
@@ -20,11 +23,11 @@ from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.io.sums import ChunkSums
 from ckptkit.model.chunk_table import cut
 from threefold.closing import Making
-from threefold.errors import UserError
+from threefold.errors import StorageError, UserError
 from threefold.storage import Buffer, Storage
 from threefold.storage.file_systems import is_remote
 from threefold.storage.folders import local_root
-from threefold.storage.local import local_failures
+from threefold.storage.local import NO_ROOM, local_failures
 from threefold.storage.new_file import NewFile
 from threefold.storage.second_look import say_right
 
@@ -214,3 +217,37 @@ def _gathered(rows: Columns, most: int) -> Iterator[Bytes]:
         address = rows[source[part], 0].astype(np.int64) + offset[part]
         copy_many(np.stack([address, gathered.ctypes.data + at[part], size[part]], axis=1))
         yield gathered
+
+
+def free_bytes(storage: Storage) -> int | None:
+    """Return how many bytes the disk of a local folder can still take; None of other storages, which are not asked."""
+    if (place := _place(storage)) is None:
+        return None
+    with local_failures("look up", place):
+        status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
+
+
+def refuse_full(storage: Storage, num_bytes: int) -> None:
+    """Raise StorageError if a local folder's disk has less room than so many bytes; other storages are not asked."""
+    free = free_bytes(storage)
+    if free is not None and free < num_bytes:
+        raise StorageError(
+            f"{storage.url} needs {num_bytes:,} bytes, its disk has {free:,} left",
+            hint=f"free some space or choose another place; df -h {quote(str(_place(storage)))}",
+        )
+
+
+def is_out_of_room(error: BaseException | None) -> bool:
+    """Return whether a failure, or what it was raised from, is that a disk or a quota is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _place(storage: Storage) -> Path | None:
+    """Return the nearest folder that is there, of a local storage."""
+    root = local_root(storage)
+    return None if root is None else next(each for each in (root, *root.parents) if each.exists())

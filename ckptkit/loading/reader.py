@@ -22,9 +22,8 @@ from ckptkit.io.blocks import Columns, SumPlaces
 from ckptkit.io.data_files import DataReader
 from ckptkit.loading.chunk_source import attempt_made_of, planned, read_chunks, usual_threads
 from ckptkit.loading.exchange import Alone, Exchange, on_all
-from ckptkit.loading.index_files import MAX_GROUP_BYTES
 from ckptkit.loading.roots import read_root
-from ckptkit.loading.step_files import FilePlaces, OnePlace, StepFiles
+from ckptkit.loading.step_files import MAX_GROUP_BYTES, FilePlaces, OnePlace, StepFiles
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.load_plan import LoadPlan

@@ -2,9 +2,10 @@
 
 Everything is compared first and refused in one report, before any destination is touched; every byte that is handed out
 was verified. Ranks that restore together read what several of them want only once. Tensors that they fill whole are
-compared with the certificate of the save.
+compared with the certificate of the save. What a PyTorch program kept beside its tensors is read without torch.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,19 +14,19 @@ import numpy as np
 
 from ckptkit.format.address import open_address
 from ckptkit.format.root import Root
-from ckptkit.io.piece_memory import are_plain, memory_misfit, way_out
-from ckptkit.io.torch_tensors import held_by, is_writable
+from ckptkit.format.state_tree import STATE_NAME, Tree
+from ckptkit.io.torch_tensors import are_plain, held_by, is_writable, memory_misfit, way_out
 from ckptkit.loading.chunk_source import ChunkSource, exchange_of, usual_threads
 from ckptkit.loading.exchange import Alone, Exchange, on_all
 from ckptkit.loading.load_sums import LoadSums, fetching
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
-from ckptkit.model.box import Piece
+from ckptkit.model.box import Box, Piece
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.plan.certificate import is_readable
-from threefold.errors import UserError, listed, quoted
+from threefold.errors import CheckFailed, UserError, listed, quoted
 
 
 def restore(
@@ -160,3 +161,22 @@ def _untied(piece: Piece, table: Mapping[str, TensorInfo]) -> Piece:
     """Return the piece of the tensor that holds the values."""
     tied_to = table[piece.name].placement.tied_to
     return piece if tied_to is None else replace(piece, name=tied_to)
+
+
+def read_trees(source: ChunkSource) -> dict[int, Tree]:
+    """Return the trees that each rank wrote, by rank; CheckFailed if one is not JSON."""
+    tensors = source.root.tensors
+    numbers = sorted(int(name.removeprefix(STATE_NAME)) for name in tensors if is_tree(name))
+    memory = {number: np.empty(tensors[f"{STATE_NAME}{number}"].shape, np.uint8) for number in numbers}
+    restore_from(source, [
+        Piece.whole(f"{STATE_NAME}{number}", Box((0,), (len(data),)), data) for number, data in memory.items()
+    ])  # fmt: skip
+    try:
+        return {number: dict(json.loads(data.tobytes())) for number, data in memory.items()}
+    except (TypeError, ValueError) as error:
+        raise CheckFailed(f"{source.url} holds a tree of values that is not JSON: {error}") from None
+
+
+def is_tree(name: str) -> bool:
+    """Return whether a tensor of this name holds the trees of a rank."""
+    return name.startswith(STATE_NAME) and name.removeprefix(STATE_NAME).isdecimal()

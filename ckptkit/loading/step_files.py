@@ -1,10 +1,12 @@
 """StepFiles: the files that the root of one step names, on any storage; what verify and copy need beside a reader.
 
-Part indexes are verified against the root. A file that is gone, cut short or on a bad disk is damage, and a server that
-is away is not.
+Part indexes are verified against the root; each is read by one rank of those that open the step together, some ahead.
+A file that is gone, cut short or on a bad disk is damage, and a server that is away is not.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,14 +17,16 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, SumPlaces, shown_names, xxh3_64
 from ckptkit.io.data_files import DataReader, open_reader
-from ckptkit.loading.exchange import Exchange
-from ckptkit.loading.index_files import MAX_GROUP_BYTES, index_files
+from ckptkit.loading.exchange import Exchange, agreed
 from ckptkit.loading.roots import committed_attempt, is_medium_error, latest_step
 from ckptkit.loading.sharing import Line, Runs
 from ckptkit.model.chunk_table import TensorColumns
 from threefold.errors import CheckFailed, StorageError, quoted
 from threefold.storage import Storage
 from threefold.storage.second_look import read_checked
+
+NUM_INDEX_THREADS, INDEX_GROUP = 8, 4  # threads that read index files, files that each reads one after the other
+MAX_GROUP_BYTES = 16 << 20
 
 
 class FilePlaces(Protocol):
@@ -208,3 +212,45 @@ def _size_fault(found: int | None, num_bytes: int) -> str:
     if found is None:
         return "is missing"
     return "" if found == num_bytes else f"has {found} bytes, not {num_bytes}"
+
+
+def index_files(
+    parts: Sequence[Part], exchange: Exchange, read: Callable[[Part], bytes], ranks_that_read: Callable[[int], range]
+) -> Iterator[bytes]:
+    """Yield the index files in the order of the parts; of those that can read one, by turns, one rank does."""
+    rank, size = exchange.rank, exchange.size
+    with ThreadPoolExecutor(NUM_INDEX_THREADS) as pool:
+
+        def reader(number: int) -> int:
+            ranks = ranks_that_read(number)
+            return ranks[number % len(ranks)]
+
+        def submit(group: range) -> Future[list[bytes]]:
+            mine = [parts[number] for number in group if reader(number) == rank]
+            return pool.submit(lambda: [read(part) for part in mine])
+
+        groups = _groups(parts, INDEX_GROUP * size)
+        ahead = deque(map(submit, groups[:NUM_INDEX_THREADS]))
+        for turn, group in enumerate(groups):
+            if turn + NUM_INDEX_THREADS < len(groups):
+                ahead.append(submit(groups[turn + NUM_INDEX_THREADS]))
+            reading = ahead.popleft()
+            gathered = agreed(exchange, lambda: b"".join(reading.result()))  # noqa: B023  # called at once
+            at = [0] * size
+            for number in group:
+                owner, num_bytes = reader(number), parts[number].index_bytes
+                yield gathered[owner][at[owner] : at[owner] + num_bytes]
+                at[owner] += num_bytes
+
+
+def _groups(parts: Sequence[Part], most: int) -> list[range]:
+    """Return the numbers of parts in their order, at most so many and MAX_GROUP_BYTES of index files at a time."""
+    groups: list[range] = []
+    room = 0
+    for number, part in enumerate(parts):
+        if not groups or len(groups[-1]) >= most or part.index_bytes > room:
+            groups.append(range(number, number))
+            room = MAX_GROUP_BYTES
+        groups[-1] = range(groups[-1].start, number + 1)
+        room -= part.index_bytes
+    return groups

@@ -14,7 +14,7 @@ from typing import Any
 from ckptkit.format.root import Root
 from ckptkit.format.state_tree import METADATA, STATE_NAME
 from ckptkit.loading.chunk_source import ChunkSource
-from ckptkit.loading.trees import is_tree, read_trees
+from ckptkit.loading.restore import is_tree, read_trees
 from ckptkit.mapping.mapped import Mapped, RowRange, fused, parts_of, shown, why_not_fused, why_not_split
 from ckptkit.mapping.name_pattern import NamePattern
 from ckptkit.mapping.rules import LAYER, Grow, read_rules

@@ -21,8 +21,8 @@ from ckptkit.format.part_copy import BLOCK_BYTES, copy_part, loading
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Columns
+from ckptkit.io.data_files import refuse_full
 from ckptkit.io.double_buffer import double_buffered
-from ckptkit.io.room import refuse_full
 from ckptkit.loading.chunk_source import reading_threads
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import stored_root

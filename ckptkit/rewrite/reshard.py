@@ -17,8 +17,8 @@ from ckptkit.check.verify import check_files
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_copy import is_whole
 from ckptkit.format.root import Root, attempt_of_head
+from ckptkit.io.data_files import refuse_full
 from ckptkit.io.double_buffer import ahead
-from ckptkit.io.room import refuse_full
 from ckptkit.io.striping import Striper
 from ckptkit.loading.chunk_source import RewriteSource, usual_threads
 from ckptkit.loading.roots import at_once, committed_attempt, read_root, root_info, root_key

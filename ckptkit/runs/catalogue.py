@@ -2,13 +2,16 @@
 
 `committed_roots` and `listed_steps` list the run once, 1,000 files a request; or they look at every step, NUM_AT_ONCE
 at once, where that costs less time, where other folders lie in the run, and on a local disk, which reads folders and
-stats no file but roots.
+stats no file but roots. Where no step is found, what else was named is looked for: a token store, another program's
+folder, a file of a step.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from shlex import quote
 
+from ckptkit.format.address import STORE_NAMES
 from ckptkit.format.keys import (
     ASIDE_NAME,
     DAMAGED_ROOT_KEY,
@@ -17,14 +20,16 @@ from ckptkit.format.keys import (
     attempt_of,
     parse_step_folder,
     step_folder,
+    step_like,
 )
 from ckptkit.loading.roots import NUM_AT_ONCE, absent_step, at_once, root_info, step_folders, steps_of
-from ckptkit.runs.misplaced import not_a_run
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
+from threefold.storage.folders import local_root
 
 LISTED_PER_REQUEST = 1000
 MIN_LISTINGS = 8  # so many in a row are never too many
+FOREIGN_NAMES = {"config.json": "hf", ".metadata": "dcp"}
 
 
 @dataclass(slots=True)
@@ -113,9 +118,8 @@ def no_step(storage: Storage, step: int | None = None) -> UserError:
 
 def missing_place(storage: Storage) -> str:
     """Return in words that there is nothing at all where a run is looked for, empty where there is something."""
-    path = storage.local_path("any")
-    if path is not None:
-        folder = path.parent
+    folder = local_root(storage)
+    if folder is not None:
         return "" if folder.is_dir() else f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}"
     is_empty = not any(storage.list_folders()) and not any(storage.list_keys())
     return f"nothing is stored at {storage.url}" if is_empty else ""
@@ -123,7 +127,7 @@ def missing_place(storage: Storage) -> str:
 
 def _is_listed_flat(storage: Storage, folders: Iterable[str]) -> bool:
     """Return whether one listing shows steps alone; other folders may hold anything."""
-    return storage.local_path("any") is None and all(parse_step_folder(name) is not None for name in folders)
+    return local_root(storage) is None and all(parse_step_folder(name) is not None for name in folders)
 
 
 def _listed_flat(storage: Storage) -> list[ListedStep]:
@@ -145,3 +149,42 @@ def _listed(storage: Storage, step: int) -> ListedStep:
         listed.add(key)
     listed.root = root_info(storage, step)
     return listed
+
+
+def not_a_run(storage: Storage) -> UserError | None:
+    """Return the error that names what else is at a URL, None if that is not known."""
+    url = storage.url
+    for folder in ("", "train/", "valid/"):
+        if any(storage.info(f"{folder}{name}") for name in STORE_NAMES):
+            place = f"{url}/{folder}".rstrip("/")
+            return UserError(
+                f"{url} is {'a token store' if not folder else 'of token stores'}, not a run of checkpoints",
+                hint=f"datakit inspect {quote(place)}",
+            )
+    for name, kind in FOREIGN_NAMES.items():
+        if storage.info(name):
+            return UserError(
+                f"{url} is a folder of another program, by its {name}, not a run",
+                hint=f"ckptkit inspect {quote(f'{kind}:{url}')}",
+            )
+    root = local_root(storage)
+    return None if root is None else _in_a_run(root)
+
+
+def _in_a_run(path: Path) -> UserError | None:
+    """Return the error for a path below a run that is not a step's: a file of one, or its number written otherwise."""
+    step = next((each for each in path.parents if parse_step_folder(each.name) is not None), None)
+    if step is not None:
+        return UserError(f"{path} holds no committed step: it is below one, which is meant", hint=quote(str(step)))
+    number = int(path.name) if path.name.isdecimal() and len(path.name) < 16 else step_like(path.name)
+    if number is None or path.exists() or not path.parent.is_dir():
+        return None
+    right = path.with_name(step_folder(number))
+    others = [each for each in path.parent.iterdir() if parse_step_folder(each.name) is not None]
+    if not others:
+        return None
+    there = "" if right.is_dir() else f", which is not there either; {len(others)} others are"
+    return StorageError(
+        f"{path} does not exist: the folder of step {number} is {right.name}{there}",
+        hint=quote(str(right)) if right.is_dir() else f"ckptkit ls {quote(str(path.parent))}",
+    )

@@ -26,7 +26,7 @@ from ckptkit.runs.retention import Retention, expired, places_filled, reasons_to
 from ckptkit.runs.temporaries import Temporary, temporaries
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage
-from threefold.storage.folders import linked_folder, links_or_keys
+from threefold.storage.folders import linked_folder, links_or_keys, local_root
 from threefold.storage.local import sync_name
 
 SWEEP_EVERY_S = 3600.0  # while saves go on
@@ -206,7 +206,7 @@ class _Pruning:
             for record in doomed:
                 self._foretell(record, by_step[record.step])
             return
-        at_a_time = STEPS_AT_A_TIME if self._storage.local_path("any") is None else 1
+        at_a_time = STEPS_AT_A_TIME if local_root(self._storage) is None else 1
         for at in range(0, len(doomed), at_a_time):
             self._delete_steps(doomed[at : at + at_a_time], needed)
 

@@ -1,11 +1,13 @@
 """Retention: which committed steps to keep, a pure policy; `ckptkit.runs.pruning` deletes the others.
 
+Which of them a slower tier is to have is pure too: the trainer and its writer ask the same.
+
 A step stays if any rule keeps it. Whatever is asked, these stay: pinned steps; the newest good step and all that is
 newer; steps whose root cannot be read (of a newer format, perhaps). Rules fill their places with good steps only, so
 that a damaged one takes nobody's place. Where no step is good nothing goes. O(n log n) in the steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -127,3 +129,24 @@ def newest_of_hours(records: "Sequence[StepRecord]") -> "list[StepRecord]":
         if record.saved_at > 0:
             hours[int(record.saved_at // HOUR_S)] = record
     return [hours[hour] for hour in sorted(hours, reverse=True)]
+
+
+def is_due(every: int, step: int, after: int | None) -> bool:
+    """Return whether a saved step is copied to a tier: it is the first since the interval came round.
+
+    `after` is the step up to which the tier was seen to, None where that is not known.
+    """
+    return not every or step % every == 0 or (after is not None and step // every > after // every)
+
+
+def owed(every: int, steps: Iterable[int], newest: int) -> set[int]:
+    """Return which of ascending steps a tier is to have that holds none after `newest`, -1 for none at all.
+
+    Of steps 5, 7, 8 and 12 with every 6 and newest 5: 7 and 12.
+    """
+    found, after = set[int](), max(newest, 0)
+    for step in steps:
+        if step > newest and is_due(every, step, after):
+            found.add(step)
+        after = max(after, step)
+    return found

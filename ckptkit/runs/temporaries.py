@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.format.keys import is_attempt, is_of_step, parse_step_folder, step_folder
+from ckptkit.format.keys import is_attempt, is_of_step, step_folder
+from ckptkit.loading.roots import steps_of
 from threefold.claim import take_lock
 from threefold.storage import Storage, written_name
 from threefold.storage.folders import Folder, local_root
@@ -37,9 +38,8 @@ def steps_on_disk(storage: Storage) -> list[int]:
 
     None elsewhere.
     """
-    inside = storage.local_path("any")
-    found = [] if inside is None else [parse_step_folder(entry.name) for entry in _folders(inside.parent)]
-    return sorted(step for step in found if step is not None)
+    root = local_root(storage)
+    return [] if root is None else steps_of(entry.name for entry in _folders(root))
 
 
 def temporaries(storage: Storage, step: int) -> list[Temporary]:

@@ -19,8 +19,7 @@ from ckptkit.format.root import Root, Share, plain_json
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import CopyOrder, SaveOrder, SkipOrder
 from ckptkit.handoff.report import SaveCounts, SaveReport
-from ckptkit.io.piece_memory import check_memory
-from ckptkit.io.torch_tensors import is_on_host
+from ckptkit.io.torch_tensors import check_memory, is_on_host
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout, check_rank
 from ckptkit.model.tensor import TensorInfo

@@ -9,18 +9,18 @@ from ckptkit.format.address import open_run
 from ckptkit.tiers.tier import Tier
 from threefold.errors import UserError
 from threefold.storage import Storage, is_same_place
-from threefold.storage.folders import make_folders
+from threefold.storage.folders import local_root, make_folders
 from threefold.storage.local import local_failures
 
 
 def check_writable(storage: Storage) -> None:
     """Raise StorageError if a run's folder cannot be: at the start, and not after the steps up to the first save."""
-    path = storage.local_path("any")
-    if path is None:
+    folder = local_root(storage)
+    if folder is None:
         return
-    with local_failures("write", path.parent):
-        make_folders(path.parent)
-        if not os.access(path.parent, os.W_OK | os.X_OK):
+    with local_failures("write", folder):
+        make_folders(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 

@@ -15,8 +15,7 @@ from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.io.blocks import Bytes, Columns, copy_many
-from ckptkit.io.piece_memory import check_memory
-from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses
+from ckptkit.io.torch_tensors import Transfer, byte_range, check_memory, host_addresses
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout, check_rank
 from ckptkit.model.tensor import TensorInfo, tensor_table

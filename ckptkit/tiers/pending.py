@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOrder, SaveOutcome, TierCopy
 from ckptkit.handoff.report import SaveReport
-from ckptkit.runs.due import is_due
+from ckptkit.runs.retention import is_due
 from ckptkit.tiers.tier import Tier
 from threefold.masking import masked
 

@@ -17,8 +17,7 @@ from ckptkit.runs.fallback import Candidate, committed_candidates, set_aside
 from ckptkit.runs.rollback import RollbackReport
 from ckptkit.runs.run import Run
 from ckptkit.saving.options import CheckpointerOptions
-from ckptkit.tiers.node_here import nodes_here, own_name
-from ckptkit.tiers.node_places import NodePlaces
+from ckptkit.tiers.node_places import NodePlaces, nodes_here, own_name
 from ckptkit.tiers.node_steps import NodeSteps
 from ckptkit.tiers.tier import NODE, PEER, Node, Tier, Tiers
 from threefold.cli import log

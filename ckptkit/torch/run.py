@@ -26,14 +26,12 @@ from ckptkit.saving.options import CheckpointerOptions, WhenBusy
 from ckptkit.torch.collection import paused_collection
 from ckptkit.torch.ended import EndedSaves
 from ckptkit.torch.exchange import GroupExchange, open_exchange
-from ckptkit.torch.metrics import as_numbers
 from ckptkit.torch.places import Places
-from ckptkit.torch.state.agreement import LoadReport, agree_on_load
+from ckptkit.torch.state.agreement import LoadReport, agree_on_load, fill_state
 from ckptkit.torch.state.capture import check_keys
-from ckptkit.torch.state.filling import fill_state
 from ckptkit.torch.state.late import LateTensors, swaps_weights
 from ckptkit.torch.state.objects import optimizers_in
-from ckptkit.torch.state.saving import SavePlanner
+from ckptkit.torch.state.saving import SavePlanner, as_numbers
 from threefold.cli import log
 from threefold.closing import Closing
 from threefold.errors import StorageError, UserError

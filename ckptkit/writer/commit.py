@@ -19,7 +19,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
 from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import xxh3_64
-from ckptkit.io.room import is_out_of_room
+from ckptkit.io.data_files import is_out_of_room
 from ckptkit.loading.roots import committed_attempt, root_key
 from ckptkit.model.chunk_table import TensorColumns
 from ckptkit.plan.cover import Cover

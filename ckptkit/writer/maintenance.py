@@ -4,7 +4,7 @@ import threading
 import traceback
 from collections.abc import Collection, Sequence
 
-from ckptkit.io.room import free_bytes
+from ckptkit.io.data_files import free_bytes
 from ckptkit.io.striping import Striper
 from ckptkit.runs.debris import abort_uploads
 from ckptkit.runs.pruning import Pruner

@@ -18,7 +18,7 @@ from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOrder
 from ckptkit.loading.roots import newest_first
 from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.due import owed
+from ckptkit.runs.retention import owed
 from ckptkit.writer.commit import NoRoom, NotCommitted, await_commit
 from ckptkit.writer.maintenance import Maintenance
 from ckptkit.writer.retries import Retries

@@ -16,8 +16,7 @@ from ckptkit.format.root import Root
 from ckptkit.format.saved import Saved
 from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import Columns
-from ckptkit.io.data_files import write_blocks
-from ckptkit.io.room import is_out_of_room
+from ckptkit.io.data_files import is_out_of_room, write_blocks
 from ckptkit.io.striping import Striper
 from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.roots import committed_attempt, root_info

@@ -11,8 +11,7 @@ from ckptkit.format.state_tree import METADATA, VERSION, Node, base_of, merged, 
 from ckptkit.io.torch_tensors import NAMES
 from ckptkit.loading.exchange import agreed
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.restore import restore_from
-from ckptkit.loading.trees import read_trees
+from ckptkit.loading.restore import read_trees, restore_from
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.torch.state.objects import RNG

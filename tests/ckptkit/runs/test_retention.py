@@ -1,4 +1,4 @@
-"""The policy, without a storage: what each rule keeps, and what no rule can delete."""
+"""The policy, without a storage: what each rule keeps, and what no rule can delete; which steps a slower tier gets."""
 
 import dataclasses
 
@@ -13,7 +13,9 @@ from ckptkit.runs.retention import (
     beyond_limit,
     expired,
     first_of_multiples,
+    is_due,
     newest_of_hours,
+    owed,
     ranked,
     reasons_to_keep,
 )
@@ -185,3 +187,24 @@ def test_what_cannot_be_asked() -> None:
 def test_beyond_a_limit_the_oldest_go_but_the_best(limit: int, best: int | None, going: list[int]) -> None:
     assert beyond_limit([5, 10, 15, 20], limit, best) == going
     assert beyond_limit([], limit, best) == []
+
+
+@given(every=st.integers(1, 20), saved=st.sets(st.integers(1, 200), min_size=1))
+def test_of_the_steps_that_are_saved_the_first_of_each_interval_is_due(every: int, saved: set[int]) -> None:
+    after, due = 0, []
+    for step in sorted(saved):
+        if is_due(every, step, after):
+            due.append(step)
+        after = step
+    first = {step // every: step for step in sorted(saved, reverse=True) if step >= every}
+    assert due == sorted(first.values())
+    assert all(is_due(0, step, None) for step in saved)
+    assert [step for step in saved if is_due(every, step, None)] == [step for step in saved if step % every == 0]
+
+
+def test_a_tier_is_owed_the_first_step_of_each_interval() -> None:
+    assert owed(6, [5, 7, 8, 12], 5) == {7, 12}
+    assert owed(6, [5, 7, 8, 12], 7) == {12}
+    assert owed(6, [0, 6, 7], -1) == {0, 6}
+    assert owed(0, [3, 4], 3) == {4}
+    assert owed(100, [6, 7], -1) == set()

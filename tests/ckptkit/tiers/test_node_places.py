@@ -3,7 +3,7 @@
 import pytest
 
 from ckptkit import Alone, Node, nodes_here
-from ckptkit.tiers.node_here import _fitting
+from ckptkit.tiers.node_places import _fitting
 from tests.ckptkit.support.thread_exchange import ThreadExchange
 from threefold.errors import UserError
 
