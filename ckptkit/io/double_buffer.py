@@ -1,8 +1,9 @@
 """double_buffered: the blocks of a file, one made on a thread while the one before it is written."""
 
 import mmap
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import islice
 from typing import TypeVar
 
@@ -28,7 +29,7 @@ def ahead(make: Callable[[T], R], items: Iterable[T]) -> Generator[R]:
 
 def double_buffered(
     load: Load, size_bytes: int, block_bytes: int, progress: Callable[[int], None] = lambda num_bytes: None
-) -> Iterator[Columns]:
+) -> Generator[Columns]:
     """Yield the blocks of a file as rows of (address, bytes); `load` fills them in their order.
 
     The memory of a block is used again two blocks later. `progress` is called with a block's bytes once it was used.
@@ -41,6 +42,7 @@ def double_buffered(
         load(start, block)
         return block
 
-    for block in ahead(loaded, range(0, size_bytes, block_bytes)):
-        yield np.array([(block.ctypes.data, len(block))], np.uint64)
-        progress(len(block))
+    with closing(ahead(loaded, range(0, size_bytes, block_bytes))) as blocks:
+        for block in blocks:
+            yield np.array([(block.ctypes.data, len(block))], np.uint64)
+            progress(len(block))

@@ -61,20 +61,19 @@ def no_memory(data: Any) -> tuple[str, str] | None:
         if kind.__name__ == "FakeTensor":
             return "a FakeTensor, which has no memory", "make the tensor outside of FakeTensorMode"
         return f"a {kind.__name__}, which wraps other tensors", "pass the torch.Tensor that holds the elements"
-    if data.is_nested:
-        return "a nested tensor", "pass tensor.unbind(), a tuple of its parts"
-    if data.is_meta:
-        return "a meta tensor, which has no memory", 'materialise it first: module.to_empty(device="cpu")'
-    if data.layout != torch.strided:
-        return f"a tensor of layout {data.layout}", "pass tensor.to_dense(), or its indices and values as two tensors"
-    if data.is_quantized:
-        return f"a quantized tensor of {data.dtype}", "pass tensor.int_repr(), and its scale and zero point as tensors"
-    if data.is_neg():
-        return "a tensor with the negative bit, the negative of its memory", "pass tensor.resolve_neg()"
-    if data.is_conj():
-        return "a tensor with the conjugate bit", "pass torch.view_as_real(tensor.resolve_conj())"
-    if not (data.is_cpu or data.is_cuda):
-        return f"a tensor on device {data.device}", "pass tensor.cpu()"
+    for is_so, what, way in (
+        (data.is_nested, "a nested tensor", "pass tensor.unbind(), a tuple of its parts"),
+        (data.is_meta, "a meta tensor, which has no memory", 'materialise it first: module.to_empty(device="cpu")'),
+        (data.layout != torch.strided, f"a tensor of layout {data.layout}",
+         "pass tensor.to_dense(), or its indices and values as two tensors"),
+        (data.is_quantized, f"a quantized tensor of {data.dtype}",
+         "pass tensor.int_repr(), and its scale and zero point as tensors"),
+        (data.is_neg(), "a tensor with the negative bit, the negative of its memory", "pass tensor.resolve_neg()"),
+        (data.is_conj(), "a tensor with the conjugate bit", "pass torch.view_as_real(tensor.resolve_conj())"),
+        (not (data.is_cpu or data.is_cuda), f"a tensor on device {data.device}", "pass tensor.cpu()"),
+    ):  # fmt: skip
+        if is_so:
+            return what, way
     if data.numel() and not data.data_ptr():
         return "a tensor whose storage was freed", "gather or allocate its elements first"
     return None

@@ -7,6 +7,7 @@ Only what was seen is: a step that another process set aside and saved again mea
 import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from shlex import quote
 from typing import NamedTuple, TypeVar
 
@@ -126,21 +127,13 @@ def identified(candidate: Candidate) -> Candidate:
 def _committed(urls: Sequence[str], wanted: int | None, *, needed: bool) -> Iterator[Candidate]:
     """Yield the same of one rank."""
     runs = [Run(url) for url in urls]
+    if wanted is None:
+        by_run = (map(partial(Candidate, run.storage.address), run.newest_first()) for run in runs)
+        candidates = heapq.merge(*by_run, key=lambda candidate: -candidate.step)
+    else:
+        candidates = (Candidate(run.storage.address, wanted) for run in runs if run.is_committed(wanted))
     candidate = None
-    for candidate in newest_of_all(runs) if wanted is None else _places_of(runs, wanted):
+    for candidate in candidates:
         yield candidate
     if candidate is None and needed:
         raise no_step(runs[0].storage, runs[0].named if wanted is None else wanted)
-
-
-def newest_of_all(runs: Iterable[Run]) -> Iterator[Candidate]:
-    """Yield the committed steps of several places, newest first."""
-    return heapq.merge(*(_newest_of(run) for run in runs), key=lambda candidate: -candidate.step)
-
-
-def _newest_of(run: Run) -> Iterator[Candidate]:
-    return (Candidate(run.storage.address, step) for step in run.newest_first())
-
-
-def _places_of(runs: Iterable[Run], step: int) -> Iterator[Candidate]:
-    return (Candidate(run.storage.address, step) for run in runs if run.is_committed(step))

@@ -8,7 +8,6 @@ Steps go newest first and come back oldest first, so that a killed call leaves a
 the same call goes on. Pins are looked for before and after a root goes, as a prune does. Per step four small requests.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from shlex import quote
 
@@ -107,10 +106,8 @@ def _attempt_named(storage: Storage, step: int) -> str:
     """Return the attempt that a root names, empty where the root is damaged."""
     try:
         return committed_attempt(storage, step) or ""
-    except CheckFailed:
-        return ""
-    except StorageError as error:
-        if not is_medium_error(error):
+    except (CheckFailed, StorageError) as error:
+        if isinstance(error, StorageError) and not is_medium_error(error):
             raise
         return ""
 
@@ -143,13 +140,7 @@ def _attempt_to_return(storage: Storage, listed: ListedStep) -> str:
             f"step {listed.step} of {storage.url} was saved again since it was set aside",
             hint=f"to lose that save: ckptkit rm {quote(url)} --newest-too",
         )
-    return _set_aside_last(storage, listed.step, listed.aside)
-
-
-def _set_aside_last(storage: Storage, step: int, attempts: Sequence[str]) -> str:
-    if len(attempts) == 1:
-        return attempts[0]
-    infos = [(storage.info(aside_key(step, attempt)), attempt) for attempt in attempts]
+    infos = [(storage.info(aside_key(listed.step, attempt)), attempt) for attempt in listed.aside]
     return max((info.modified_s if info else 0.0, attempt) for info, attempt in infos)[1]
 
 

@@ -27,18 +27,10 @@ def check_writable(storage: Storage) -> None:
 def open_tiers(first: Storage, tiers: Sequence[Tier]) -> list[Tier]:
     """Return the slower tiers with the addresses of their storages, which are opened once, before the first save.
 
-    So a broken URL is an error at the start, and no save pays for a client's import.
+    So a broken URL is an error at the start, and no save pays for a client's import. Raise UserError if two places are
+    one, where a file would be copied onto itself and lost, or one is fsspec's memory, which is the writer process's.
     """
-    places = [open_run(tier.url) for tier in tiers]
-    check_places([first, *places])
-    return [replace(tier, url=place.address) for tier, place in zip(tiers, places, strict=True)]
-
-
-def check_places(places: Sequence[Storage]) -> None:
-    """Raise UserError if two tiers are one place, or one is fsspec's memory.
-
-    A file would be copied onto itself, and lost; memory of a writer process nobody else sees.
-    """
+    places = [first, *(open_run(tier.url) for tier in tiers)]
     for number, place in enumerate(places):
         if place.url.startswith("memory:"):
             raise UserError(
@@ -46,3 +38,4 @@ def check_places(places: Sequence[Storage]) -> None:
             )
         if any(is_same_place(place, other) for other in places[:number]):
             raise UserError(f"{place.url} is named twice as a tier", hint="name each tier once, the fastest first")
+    return [replace(tier, url=place.address) for tier, place in zip(tiers, places[1:], strict=True)]

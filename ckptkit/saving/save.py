@@ -6,6 +6,8 @@ page-locked buffers of BOUNCE_BYTES. For benchmarks and small programs; training
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,14 @@ from ckptkit.format.address import open_run
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BlockLayout
-from ckptkit.io.blocks import Bytes, Columns, copy_many
-from ckptkit.io.torch_tensors import Transfer, byte_range, check_memory, host_addresses
+from ckptkit.io.blocks import Bytes, Columns
+from ckptkit.io.double_buffer import double_buffered
+from ckptkit.io.torch_tensors import Transfer, check_memory
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout, check_rank
 from ckptkit.model.tensor import TensorInfo, tensor_table
 from ckptkit.plan.save_plan import plan_save
+from ckptkit.saving.staging import BlockCopies
 from ckptkit.saving.template import piece_sizes
 from ckptkit.writer.step import PartSource, StepTarget, write_step
 from threefold.errors import UserError
@@ -64,68 +68,36 @@ def write_pieces(
     """Write a writer's pieces, and commit if it has the root's draft; the rest is as in `save`."""
     table, plan = tensor_table(tensors), plan_save(pieces, tensors)
     check_memory(pieces, piece_sizes(pieces, tensors), [table[piece.name].dtype for piece in pieces])
-    block_layout = BlockLayout.of(plan, len(pieces), BOUNCE_BYTES)
-    source = _Source(
-        block_layout, [piece.data for piece in pieces] + [np.frombuffer(f.header, np.uint8) for f in plan.files]
-    )
-    parts = [
-        PartSource(
-            file.draft_index(),
-            source.blocks(*block_layout.first_blocks[number : number + 2]),
-            is_reused=not source.is_on_host,
-        )
-        for number, file in enumerate(plan.files)
-    ]
-    try:
+    layout = BlockLayout.of(plan, len(pieces), BOUNCE_BYTES)
+    sources = [piece.data for piece in pieces] + [np.frombuffer(file.header, np.uint8) for file in plan.files]
+    copies, transfers = BlockCopies(layout, sources), (Transfer(), Transfer())
+    with ExitStack() as stack:
+        for transfer in transfers:
+            copies.follow(transfer)
+            stack.callback(transfer.unlock)
+        parts = []
+        for number, file in enumerate(plan.files):
+            first = layout.first_blocks[number]
+            if copies.are_from_host:
+                blocks = _in_place(copies, first, layout.first_blocks[number + 1])
+            else:
+                load = partial(_load, copies, transfers, first)
+                blocks = stack.enter_context(closing(double_buffered(load, file.size_bytes, BOUNCE_BYTES)))
+            parts.append(PartSource(file.draft_index(), blocks, is_reused=not copies.are_from_host))
         return write_step(target, parts, draft, lambda _: deadline_s, awaits_commit=awaits_commit)
-    finally:
-        source.close()
 
 
-class _Source:
-    """The blocks of a layout straight from the sources' memory; those with bytes on a device through a buffer."""
+def _in_place(copies: BlockCopies, first: int, stop: int) -> Iterator[Columns]:
+    """Yield blocks [first, stop) as rows of (address, bytes) of the sources' own memory."""
+    layout = copies.layout
+    for block in range(first, stop):
+        part = layout.between(block, block + 1)
+        address = copies.addresses[layout.source[part]] + layout.offset[part]
+        yield np.stack([address, layout.size[part]], axis=1).astype(np.uint64)
 
-    def __init__(self, block_layout: BlockLayout, sources: Sequence[Any]) -> None:
-        self._layout, self._sources = block_layout, sources
-        self._addresses = host_addresses(sources)
-        self.is_on_host = bool(self._addresses[block_layout.source].all())
-        self._buffers: list[tuple[Bytes, Transfer]] = []
-        if not self.is_on_host:
-            self._buffers = [(np.empty(block_layout.block_bytes, np.uint8), Transfer()) for _ in range(2)]
 
-    def blocks(self, first: int, stop: int) -> Iterator[Columns]:
-        """Yield blocks [first, stop) as rows of (address, bytes); while one is written the next is fetched."""
-        if self.is_on_host:
-            for block in range(first, stop):
-                part = self._layout.between(block, block + 1)
-                address = self._addresses[self._layout.source[part]] + self._layout.offset[part]
-                yield np.stack([address, self._layout.size[part]], axis=1).astype(np.uint64)
-            return
-        self._fetch(first)
-        for block in range(first, stop):
-            memory, transfer = self._buffers[block % 2]
-            transfer.wait()
-            if block + 1 < stop:
-                self._fetch(block + 1)
-            size = int(self._layout.size[self._layout.between(block, block + 1)].sum())
-            yield np.array([(memory.ctypes.data, size)], np.uint64)
-
-    def close(self) -> None:
-        """Wait for what is under way, and let go of the buffers."""
-        for _, transfer in self._buffers:
-            transfer.wait()
-            transfer.unlock()
-
-    def _fetch(self, block: int) -> None:
-        """Copy what is on the host into the block's buffer and start to copy the rest."""
-        memory, transfer = self._buffers[block % 2]
-        part = self._layout.between(block, block + 1)
-        source, offset = self._layout.source[part], self._layout.offset[part]
-        at, size = self._layout.at[part], self._layout.size[part]
-        address = self._addresses[source]
-        here = address > 0
-        transfer.start(memory, [
-            (byte_range(self._sources[s], o, n), a, n)
-            for s, o, a, n in zip(*(c[~here].tolist() for c in (source, offset, at, size)), strict=True)
-        ])  # fmt: skip
-        copy_many(np.stack([(address + offset)[here], memory.ctypes.data + at[here], size[here]], axis=1))
+def _load(copies: BlockCopies, transfers: Sequence[Transfer], first: int, start: int, memory: Bytes) -> None:
+    """Fill one of two buffers with the block at a byte of the file whose first block is given."""
+    number = start // BOUNCE_BYTES
+    part = copies.layout.between(first + number, first + number + 1)
+    copies.copy(part, copies.layout.at[part], memory, transfers[number % 2])

@@ -17,8 +17,9 @@ import numpy as np
 from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.handoff.protocol import Area, Ring, StagedFile
 from ckptkit.handoff.ring_signals import RingSignals
-from ckptkit.io.blocks import copy_many
+from ckptkit.io.blocks import Bytes, copy_many
 from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses
+from ckptkit.model.chunk_table import Ints
 from ckptkit.saving.template import SaveTemplate
 
 ALIGNMENT = 4096
@@ -41,11 +42,6 @@ class Arena:
         self.transfer = Transfer()
         self.memory = np.empty(0, np.uint8)
         self._held: tuple[SaveTemplate, int, list[StagedFile], Area, Ring] | None = None
-
-    @property
-    def address(self) -> int:
-        """Where the memory begins in this process."""
-        return int(self.memory.ctypes.data)
 
     def hold(self, template: SaveTemplate, window_bytes: int) -> tuple[list[StagedFile], Area, Ring]:
         """Make room for saves of a template, put there what the writer needs of it, and return where that is.
@@ -95,6 +91,36 @@ class Arena:
         os.close(self.fd)
 
 
+class BlockCopies:
+    """The copies of what a layout puts into blocks, out of host memory and of devices; the sources are kept."""
+
+    def __init__(self, layout: BlockLayout, sources: Sequence[Any]) -> None:
+        self.layout, self._sources = layout, sources
+        self.addresses = host_addresses(sources)
+        self._on_device = self.addresses[layout.source] == 0
+        self.are_from_host = not self._on_device.any()
+
+    def follow(self, transfer: Transfer) -> None:
+        """Let copies from devices begin behind the work that the caller's current streams have now."""
+        on_device = set(self.layout.source[self._on_device].tolist())  # numpy.unique would stall the first by an import
+        transfer.follow([self._sources[number] for number in on_device])
+
+    def copy(self, part: slice, at: Ints, memory: Bytes, transfer: Transfer) -> None:
+        """Copy segments to places in some memory: start those from devices, make the others meanwhile, wait for all."""
+        on_device = self._on_device[part]
+        source, offset, size = self.layout.source[part], self.layout.offset[part], self.layout.size[part]
+        from_device = [
+            (byte_range(self._sources[number], start, length), place, length)
+            for number, start, length, place in zip(
+                *(column[on_device].tolist() for column in (source, offset, size, at)), strict=True
+            )
+        ]
+        transfer.start(memory, from_device, follows=True)
+        address, target = self.addresses[source] + offset, memory.ctypes.data + at
+        copy_many(np.stack([address, target, size], axis=1)[~on_device])
+        transfer.wait()
+
+
 class Staging:
     """The copies of one save into the arena's ring, block after block, as the writer makes room.
 
@@ -106,11 +132,8 @@ class Staging:
 
     def __init__(self, arena: Arena, layout: BlockLayout, ring: Ring, sources: Sequence[Any]) -> None:
         self._arena, self._layout, self._ring = arena, layout, ring
-        self._sources = sources
-        self._addresses = host_addresses(sources)
-        self._on_device = self._addresses[layout.source] == 0
-        on_device = set(layout.source[self._on_device].tolist())  # numpy.unique would stall the first save by an import
-        arena.transfer.follow([sources[number] for number in on_device])
+        self._copies = BlockCopies(layout, sources)
+        self._copies.follow(arena.transfer)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -167,21 +190,8 @@ class Staging:
             raise self._failure
 
     def _copy(self, part: slice) -> None:
-        """Start the copies from devices, make those from host memory meanwhile, and wait for all."""
-        arena, layout, there = self._arena, self._layout, self._on_device[part]
-        source, offset, size = layout.source[part], layout.offset[part], layout.size[part]
-        at = self._ring.at(layout.block[part]) + layout.at[part]
-        from_device = [
-            (byte_range(self._sources[number], start, length), place, length)
-            for number, start, length, place in zip(
-                *(column[there].tolist() for column in (source, offset, size, at)), strict=True
-            )
-        ]
-        arena.transfer.start(arena.memory, from_device, follows=True)
-        here = ~there
-        address = (self._addresses[source] + offset)[here]
-        copy_many(np.stack([address, arena.address + at[here], size[here]], axis=1))
-        arena.transfer.wait()
+        at = self._ring.at(self._layout.block[part]) + self._layout.at[part]
+        self._copies.copy(part, at, self._arena.memory, self._arena.transfer)
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:

@@ -38,25 +38,16 @@ class NodePlaces:
 
     def listed(self) -> set[int]:
         """Return the steps that have a folder in one of the places, committed or not."""
-        return {
-            step
-            for number, run in enumerate(self.runs)
-            for step in self._of(number, lambda: step_folders(run.storage))  # noqa: B023  # called at once
-        }
+        return {step for _, step in self._found(lambda run: step_folders(run.storage))}
 
     def roots(self, step: int) -> dict[int, Root | CheckFailed]:
         """Return the root of a step in each place that has one, by the place's number, or why it cannot be read."""
-        return {
-            number: root
-            for number, run in enumerate(self.runs)
-            for root in self._of(number, lambda: _roots(run, step))  # noqa: B023  # called at once
-        }
+        return dict(self._found(lambda run: _roots(run, step)))
 
     def committed(self, most: int | None = None) -> Iterator[tuple[Run, int]]:
-        """Yield the committed steps of each place, newest first, of each at most so many."""
-        for number, run in enumerate(self.runs):
-            for step in self._of(number, lambda: itertools.islice(run.newest_first(), most)):  # noqa: B023  # at once
-                yield run, step
+        """Return the committed steps of each place, newest first, of each at most so many."""
+        found = self._found(lambda run: itertools.islice(run.newest_first(), most))
+        return ((self.runs[number], step) for number, step in found)
 
     def quarantine(self, *steps: int) -> list[int]:
         """Quarantine steps in the node's places, if this rank leads, and return those that were there."""
@@ -72,36 +63,36 @@ class NodePlaces:
 
         return sorted({int(each) for heard in agreed(exchange, act) for each in heard.split()})
 
-    def mark(self, token: str) -> None:
-        """Leave a mark of this node in its own place, which no other node is to find."""
-        if self.leads:
-            self.runs[0].storage.write(_mark(token, self.node.name), b"")
+    def check_apart(self, token: str, names: Iterable[str], exchange: Exchange) -> None:
+        """Raise UserError on all ranks if two nodes have one place, by marks that each leaves in its own meanwhile.
 
-    def check_marks(self, token: str, names: Iterable[str]) -> None:
-        """Raise UserError if another node has left its mark here."""
+        `token` is a name that no other start has.
+        """
+        storage, mark = self.runs[0].storage, _mark(token, self.node.name)
+        on_all(exchange, lambda: storage.write(mark, b"") if self.leads else None)
+        try:
+            on_all(exchange, lambda: self._check_marks(token, names))
+        finally:
+            on_all(exchange, lambda: storage.delete([mark]) if self.leads else None)
+
+    def _check_marks(self, token: str, names: Iterable[str]) -> None:
         run = self.runs[0]
         for name in names if self.leads else ():
             if name != self.node.name and run.storage.info(_mark(token, name)) is not None:
                 text = f"{run.url} is one folder of the nodes {self.node.name} and {name}, and is to be each one's own"
                 raise UserError(text, hint="a disk of the node; of a place that all nodes share leave {node} out")
 
-    def unmark(self, token: str) -> None:
-        """Take the mark away."""
-        if self.leads:
-            self.runs[0].storage.delete([_mark(token, self.node.name)])
-
-    def _of(self, number: int, find: Callable[[], Iterable[T]]) -> Iterator[T]:
-        """Yield what is found in a place; nothing in a replica that cannot be reached."""
-        if number in self._left_out:
-            return
-        try:
-            yield from find()
-        except StorageError as error:
-            if not number:
-                raise
-            self._left_out.add(number)
-            if self.leads:
-                log(f"warning: the replica is left out: {error}")
+    def _found(self, find: Callable[[Run], Iterable[T]]) -> Iterator[tuple[int, T]]:
+        """Yield what is found in each place with the place's number; nothing of a replica that cannot be reached."""
+        for number, run in enumerate(self.runs):
+            try:
+                yield from ((number, item) for item in (find(run) if number not in self._left_out else ()))
+            except StorageError as error:
+                if not number:
+                    raise
+                self._left_out.add(number)
+                if self.leads:
+                    log(f"warning: the replica is left out: {error}")
 
 
 def _roots(run: Run, step: int) -> list[Root | CheckFailed]:

@@ -109,12 +109,7 @@ class NodeSteps:
 
     def check_apart(self, token: str) -> None:
         """UserError on all ranks if two nodes save to one place; `token` is a name that no other start has."""
-        names = [node.name for node in self._nodes]
-        on_all(self._exchange, lambda: self.places.mark(token))
-        try:
-            on_all(self._exchange, lambda: self.places.check_marks(token, names))
-        finally:
-            on_all(self._exchange, lambda: self.places.unmark(token))
+        self.places.check_apart(token, [node.name for node in self._nodes], self._exchange)
 
     def _say(self, text: str) -> None:
         if self._exchange.rank == 0:

@@ -10,9 +10,11 @@ again, and given up for a newer step. Nothing is ever removed from where it came
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from ckptkit.format.part_copy import copy_part, verified_blocks
 from ckptkit.format.part_index import PartIndex
@@ -46,14 +48,11 @@ class TierCopier:
         self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool] = lambda: True,
         on_copied: Callable[[TierCopy], None] = lambda tier_copy: None,
     ) -> None:  # fmt: skip
-        self._hooks = _Hooks(report, may_prune, on_copied)
-        self._threads: dict[str, _TierThread] = {}
+        self._threads = defaultdict[str, _TierThread](partial(_TierThread, report, may_prune, on_copied))
 
     def offer(self, tier_copies: Iterable[TierCopy]) -> None:
         """Take steps that are in the first tier now; does not block."""
         for tier_copy in tier_copies:
-            if tier_copy.target.url not in self._threads:
-                self._threads[tier_copy.target.url] = _TierThread(self._hooks)
             self._threads[tier_copy.target.url].offer(tier_copy)
 
     @property
@@ -67,23 +66,19 @@ class TierCopier:
             thread.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class _Hooks:
-    """What the threads call."""
-
-    report: Callable[[SaveOutcome], None]
-    may_prune: Callable[[], bool]
-    on_copied: Callable[[TierCopy], None]
-
-
 class _TierThread:
     """One place's thread, which lives while there is something to copy, and the steps that wait for it.
 
     The saving thread and the main thread of the writer process call `offer`, `held` and `finish`.
     """
 
-    def __init__(self, hooks: _Hooks) -> None:
-        self._hooks = hooks
+    def __init__(
+        self,
+        report: Callable[[SaveOutcome], None],
+        may_prune: Callable[[], bool],
+        on_copied: Callable[[TierCopy], None],
+    ) -> None:
+        self._report, self._may_prune, self._on_copied = report, may_prune, on_copied
         self._maintenance: Maintenance | None = None
         self._changed = threading.Condition()
         self._waiting: list[TierCopy] = []
@@ -122,12 +117,12 @@ class _TierThread:
                 tier_copy.target.url, leads=tier_copy.target.leads
             )
             error = self._copy(tier_copy, maintenance.striper)
-            may_prune = not error and self._hooks.may_prune()
+            may_prune = not error and self._may_prune()
             if tier_copy.target.leads and may_prune:
                 maintenance.prune(tier_copy.target.step, tier_copy.retention, tier_copy.needed)
             with self._changed:
                 self._current = None
-            self._hooks.report(_outcome(tier_copy, error, time.monotonic() - started, maintenance.take_warning()))
+            self._report(_outcome(tier_copy, error, time.monotonic() - started, maintenance.take_warning()))
             if tier_copy.source.leads and may_prune:
                 self._make_room(tier_copy)
 
@@ -159,9 +154,7 @@ class _TierThread:
                 return False
             left, self._waiting = self._waiting, []
         for tier_copy in left:
-            self._hooks.report(
-                _outcome(tier_copy, f"writer {tier_copy.target.first_writer} did not begin to copy it", 0.0)
-            )
+            self._report(_outcome(tier_copy, f"writer {tier_copy.target.first_writer} did not begin to copy it", 0.0))
         return True
 
     def _copy(self, tier_copy: TierCopy, striper: Striper) -> str:
@@ -195,15 +188,13 @@ class _TierThread:
     def _make_room(self, tier_copy: TierCopy) -> None:
         """Let the first tier delete what it held for the copy; a fault in that does not end this thread."""
         try:
-            self._hooks.on_copied(tier_copy)
+            self._on_copied(tier_copy)
         except Exception:
             traceback.print_exc()
 
     def _report_passed_over(self, passed_over: Sequence[TierCopy], chosen: TierCopy) -> None:
         for tier_copy in passed_over:
-            self._hooks.report(
-                _outcome(tier_copy, f"passed over for step {chosen.target.step}: the copies are slower", 0.0)
-            )
+            self._report(_outcome(tier_copy, f"passed over for step {chosen.target.step}: the copies are slower", 0.0))
 
 
 def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:

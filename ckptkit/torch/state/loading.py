@@ -82,16 +82,13 @@ class Match:
         if found.fault:
             self.held_back.append(found.fault)
         self.available.update(leaves(path, found.node))
-        value = self._fill(path, target, found.node)
-        if value is not target:
-            self._after.append(lambda: self._state.__setitem__(key, value()))
+        self._put(path, self._state, key, found.node, target)
 
     def _match_rng(self, found: SavedKey | None) -> None:
         self.lacks_rng = found is None
         if found is not None:
             self._base, self._path = found.base, RNG
-            value = decoded(RNG, found.node, self._new)
-            self._after.append(lambda: set_rng_state(resolved(value)))
+            self._then(set_rng_state, decoded(RNG, found.node, self._new))
 
     def _fill(self, path: str, target: Any, node: Node) -> Any:
         """Return the target if it is filled in place, else a function that makes what takes its place."""
@@ -122,16 +119,18 @@ class Match:
         values = {number: value for number, value in filled.items() if value is not target[number]}
         if isinstance(target, tuple):
             return partial(_tuple_with, target, values) if values else target
-        self._after += [partial(_replace, target, number, value) for number, value in values.items()]
+        for number, value in values.items():
+            self._then(partial(target.__setitem__, number), value)
         return target
 
-    def _set(self, parent: Any, key: Any, value: Any) -> None:
-        self._after.append(lambda: parent.__setitem__(key, resolved(value)))
+    def _then(self, act: Callable[[Any], object], value: Any) -> None:
+        """Call something with a value once the value's tensors are read."""
+        self._after.append(lambda: act(resolved(value)))
 
     def _put(self, path: str, parent: Any, key: Any, node: Node, target: Any) -> None:
         value = self._fill(path, target, node)
         if value is not target:
-            self._after.append(lambda: parent.__setitem__(key, value()))
+            self._then(partial(parent.__setitem__, key), value)
 
     def _fill_dict(self, path: str, target: dict[Any, Any], node: Node) -> None:
         items = fields(node)
@@ -163,11 +162,11 @@ class Match:
                 self.wanted |= {inner, *leaves(inner, items[name])}
                 value = decoded(inner, items[name], self._new)
             if owner is not None:
-                self._after.append(partial(_call_made, owner.set_extra_state, value))
+                self._then(owner.set_extra_state, value)
             else:
                 given[name] = value
         if computed & given.keys():  # filling what a state_dict made does not change the module
-            self._after.append(lambda: give_state(path, module, resolved(given)))
+            self._then(partial(give_state, path, module), given)
 
     def _fill_optimizer(self, path: str, optimizer: Optimizer, node: Node) -> None:
         items = fields(node) or {}
@@ -202,7 +201,7 @@ class Match:
             if key not in group_of:  # of no parameter
                 inner = f"{path}/state/{part(key)}"
                 self.wanted |= set(leaves(inner, each))
-                self._set(optimizer.state, key, decoded(inner, each, self._new))
+                self._then(partial(optimizer.state.__setitem__, key), decoded(inner, each, self._new))
 
     def _fill_options(self, path: str, group: dict[str, Any], node: Node) -> None:
         for key, each in (fields(node) or {}).items():
@@ -210,7 +209,7 @@ class Match:
             if isinstance(live, torch.Tensor) and isinstance(each, dict) and "tensor" in each:
                 self._fill_tensor(inner, live, each)
             else:
-                self._set(group, key, decoded(inner, each, self._new))
+                self._then(partial(group.__setitem__, key), decoded(inner, each, self._new))
 
     def _fill_state(
         self, path: str, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, node: Node
@@ -243,7 +242,7 @@ class Match:
                 state[key] = old
             else:
                 state[key] = decoded(inner, each, self._new)
-        self._set(optimizer.state, parameter, state)
+        self._then(partial(optimizer.state.__setitem__, parameter), state)
 
     def _fill_stateful(self, path: str, target: Any, node: Node) -> None:
         """Have an object load its own state: in its own tensors where it shows some, else in new ones."""
@@ -257,8 +256,7 @@ class Match:
             self._fill_tensor(inner, tensor, each)
             return tensor
 
-        value = decoded(path, node, array)
-        self._after.append(lambda: target.load_state_dict(resolved(value)))
+        self._then(target.load_state_dict, decoded(path, node, array))
 
     def _name(self, path: str) -> str:
         return self._base + path[len(self._path) :]
@@ -332,16 +330,8 @@ class Match:
         return lambda: np.frombuffer(data.numpy().tobytes(), kind, math.prod(shape)).reshape(shape).copy()
 
 
-def _replace(items: list[Any], number: int, value: Callable[[], Any]) -> None:
-    items[number] = value()
-
-
 def _tuple_with(items: tuple[Any, ...], values: Mapping[int, Callable[[], Any]]) -> tuple[Any, ...]:
     return tuple(values[number]() if number in values else each for number, each in enumerate(items))
-
-
-def _call_made(act: Callable[[Any], object], value: Any) -> None:
-    act(resolved(value))
 
 
 def _but_last(each: Part) -> Part:

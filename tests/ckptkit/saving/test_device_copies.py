@@ -57,8 +57,8 @@ def pieces(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> l
     def addresses(sources: Sequence[Any]) -> np.ndarray:
         return host_addresses(sources) * np.array([id(data) not in on_device for data in sources])
 
+    monkeypatch.setattr(staging_module, "host_addresses", addresses)
     for module in (staging_module, save_module):
-        monkeypatch.setattr(module, "host_addresses", addresses)
         monkeypatch.setattr(module, "Transfer", LateTransfer)
     return made
 
