@@ -89,13 +89,13 @@ class FolderSource(Closing):
         """Bytes of files read so far."""
         return self._files.bytes_read
 
-    def plan(self, wanted: ChunkTable) -> LoadPlan:
+    def plan(self, chunks: ChunkTable) -> LoadPlan:
         """Return the copies that fill wanted chunks."""
-        return planned(self, wanted, self.stored)
+        return planned(self, chunks, self.stored)
 
-    def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
+    def read(self, chunks: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
-        read_chunks(self, wanted, targets)
+        read_chunks(self, chunks, targets)
 
     def check_read(self) -> int:
         """Return 0: whoever reads it compares what is read."""

@@ -227,13 +227,13 @@ class BlockReader(Closing):
         self._expected = None if expected is None else np.ascontiguousarray(expected, np.uint64)
         assert self._expected is None or len(self._expected) == num_granules(size_bytes), "one checksum a granule"
         self._handle = ctypes.c_void_p()
-        found = ctypes.c_uint64()
+        num_stored = ctypes.c_uint64()
         modes, handle = (int(direct), int(from_cache), int(again)), ctypes.byref(self._handle)
-        code = library().ck_reader_open(os.fsencode(path), *modes, ctypes.byref(found), handle)
+        code = library().ck_reader_open(os.fsencode(path), *modes, ctypes.byref(num_stored), handle)
         _check(code, self.path)
-        if found.value != size_bytes:
+        if num_stored.value != size_bytes:
             self.close()
-            raise StorageError(f"{path} has {found.value} bytes, its checkpoint says {size_bytes}")
+            raise StorageError(f"{path} has {num_stored.value} bytes, its checkpoint says {size_bytes}")
 
     def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2, sums: SumPlaces | None = None) -> None:
         """Fill memory from ranges (rows of file offset, bytes, target address) that are sorted by offset.

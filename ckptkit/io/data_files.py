@@ -156,15 +156,15 @@ class _RemoteWriter(DataWriter):
         self._thread.start()
 
     def write(self, rows: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
-        found = []
+        digests = []
         most = COPIED_BYTES if self._is_reused else HELD_BYTES
         for buffer in _gathered(np.asarray(rows, np.uint64), most):
-            found.append(checksums(buffer))
+            digests.append(checksums(buffer))
             if self._sums is not None:
                 self._sums.add(buffer, self._at)
             self._at += len(buffer)
             self._put(buffer.tobytes() if self._is_reused else buffer.data)
-        return np.concatenate(found)
+        return np.concatenate(digests)
 
     def close(self) -> None:
         self._put(None)

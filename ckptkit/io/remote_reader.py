@@ -46,11 +46,11 @@ class RemoteReader:
         rows, sums = rows[has_bytes], sums and sums.take(has_bytes)
         reach = np.maximum.accumulate(rows[:, 0] + rows[:, 1])
         assert reach[-1] <= self.size_bytes, f"a range leaves {self.key}"
-        kept = self._kept
-        spans = spans_of(rows, kept[0])
+        known = self._kept
+        spans = spans_of(rows, known[0])
         requests = threading.Semaphore(REQUESTS_A_THREAD * num_threads)
         with ThreadPoolExecutor(min(BUFFERS_A_THREAD * num_threads, len(spans))) as pool:
-            reads = [pool.submit(self._read_span, span, rows, reach, sums, requests, kept) for span in spans]
+            reads = [pool.submit(self._read_span, span, rows, reach, sums, requests, known) for span in spans]
             try:
                 for read in reads:
                     last = read.result()
@@ -59,7 +59,7 @@ class RemoteReader:
         read_bytes = sum(
             min(stop * GRANULE_BYTES, self.size_bytes) - first * GRANULE_BYTES
             for first, stop in spans
-            if first != kept[0]
+            if first != known[0]
         )
         with self._counting:
             self.bytes_read += read_bytes
@@ -70,14 +70,14 @@ class RemoteReader:
 
     def _read_span(
         self, span: tuple[int, int], rows: Rows, reach: Rows, sums: SumPlaces | None, requests: threading.Semaphore,
-        kept: tuple[int, Buffer],
+        known: tuple[int, Buffer],
     ) -> Buffer:  # fmt: skip
         """Fetch granules, verify them and copy out what the ranges want; return the last one if no range goes on."""
         first, stop = span
         start, end = first * GRANULE_BYTES, min(stop * GRANULE_BYTES, self.size_bytes)
         expected = None if self._expected is None else self._expected[first:stop]
-        if first == kept[0]:
-            data, expected = kept[1], None
+        if first == known[0]:
+            data, expected = known[1], None
         else:
             with requests:
                 data = self._fetched(start, end)

@@ -47,7 +47,7 @@ class ChunkSource(Protocol):
     def bytes_read(self) -> int:
         """Bytes of files read so far."""
 
-    def plan(self, wanted: ChunkTable) -> LoadPlan:
+    def plan(self, chunks: ChunkTable) -> LoadPlan:
         """Return the copies that fill wanted chunks; all ranks that opened it together call this."""
 
     def fetch(
@@ -68,24 +68,24 @@ class RewriteSource(ChunkSource, Protocol):
     def attempt_for(self, layout: ParallelLayout) -> str:
         """Return the attempt that writes it for a layout: equal in every try, on every machine."""
 
-    def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
+    def read(self, chunks: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
 
     def check_read(self) -> int:
         """Return how many tensors it compared itself with the certificate of their save; else CheckFailed."""
 
 
-def planned(source: ChunkSource, wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
+def planned(source: ChunkSource, chunks: ChunkTable, stored: StoredChunks) -> LoadPlan:
     """Return the copies out of stored chunks of a source that fill wanted ones; CheckFailed if some are not there."""
     try:
-        return plan_load(wanted, stored)
+        return plan_load(chunks, stored)
     except CheckFailed as error:
         raise CheckFailed(f"{source.url} is not whole: {error.message}") from None
 
 
-def read_chunks(source: ChunkSource, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
+def read_chunks(source: ChunkSource, chunks: ChunkTable, targets: Sequence[int] | Columns) -> None:
     """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
-    plan = planned(source, wanted, source.stored)
+    plan = planned(source, chunks, source.stored)
     source.fetch(plan, np.asarray(targets, np.uint64).astype(np.int64)[plan.wanted] + plan.target)
 
 
@@ -114,10 +114,10 @@ def reading_threads(num_threads: int, *sources: ChunkSource) -> Iterator[ThreadP
     try:
         yield pool
     except BaseException:
-        for each in files:
-            each.is_given_up = True
+        for step_files in files:
+            step_files.is_given_up = True
         raise
     finally:
         pool.shutdown()
-        for each in files:
-            each.is_given_up = False
+        for step_files in files:
+            step_files.is_given_up = False

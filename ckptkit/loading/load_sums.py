@@ -30,23 +30,23 @@ class LoadSums:
     Several threads may add. One that `is_alone` adds nothing of tensors that it does not want whole.
     """
 
-    def __init__(self, root: Root, wanted: ChunkTable, *, is_alone: bool) -> None:
-        self._tensors = [root.tensors[name] for name in (wanted.names if is_alone else root.tensors)]
+    def __init__(self, root: Root, chunks: ChunkTable, *, is_alone: bool) -> None:
+        self._tensors = [root.tensors[name] for name in (chunks.names if is_alone else root.tensors)]
         self._certificate = root.certificate
-        self._sums = ChunkSums(wanted, 0)
+        self._sums = ChunkSums(chunks, 0)
         numbers = {info.name: number for number, info in enumerate(self._tensors)}
-        self._numbers = np.array([numbers[name] for name in wanted.names], np.int64)
-        whole = ChunkTable.whole(wanted.tensors if is_alone else TensorColumns.of(self._tensors))
+        self._numbers = np.array([numbers[name] for name in chunks.names], np.int64)
+        whole = ChunkTable.whole(chunks.tensors if is_alone else TensorColumns.of(self._tensors))
         num_dims = max(whole.offset.shape[1], 1)
         # elements and weight of each tensor: of all of it, and of what is held here
         weight = box_weights(whole.with_dims(num_dims), KEYS[:num_dims])
         self._whole = np.column_stack([whole.stop.astype(np.uint64), weight])
-        self._held = np.zeros((len(wanted.names), 2), np.uint64)
-        np.add.at(self._held[:, 0], wanted.tensor, (wanted.stop - wanted.start).astype(np.uint64))
-        np.add.at(self._held[:, 1], wanted.tensor, weights(wanted.with_dims(num_dims), KEYS[:num_dims]))
-        begins = np.cumsum(wanted.size_bytes) - wanted.size_bytes
+        self._held = np.zeros((len(chunks.names), 2), np.uint64)
+        np.add.at(self._held[:, 0], chunks.tensor, (chunks.stop - chunks.start).astype(np.uint64))
+        np.add.at(self._held[:, 1], chunks.tensor, weights(chunks.with_dims(num_dims), KEYS[:num_dims]))
+        begins = np.cumsum(chunks.size_bytes) - chunks.size_bytes
         is_summed = (self._held == self._whole[self._numbers]).all(axis=1) | (not is_alone)
-        self._begins = np.where(is_summed[wanted.tensor], begins, NOWHERE)
+        self._begins = np.where(is_summed[chunks.tensor], begins, NOWHERE)
 
     def places(self, copies: LoadPlan) -> SumPlaces:
         """Return where copies of a plan begin among the chunks that are summed."""

@@ -94,16 +94,16 @@ class NodeExchange(Closing):
         if self._broken:
             raise StorageError(f"the ranks of this node cannot restore together any more: {self._broken}")
         deadline = time.monotonic() + self._deadline_s
-        mine = np.array(numbers, np.int64).tobytes()
+        own = np.array(numbers, np.int64).tobytes()
         if self.rank:
             try:
                 with contextlib.suppress(OSError):  # where rank 0 is gone it may have said why
-                    _send(self._sockets[0], mine)
+                    _send(self._sockets[0], own)
                 answer = _receive(self._sockets[0], deadline + GRACE_S)
             except (TimeoutError, OSError) as error:
                 self._give_up(_why_no_answer([0], error, self._deadline_s, self.size))
         else:
-            answer = b"".join([mine, *self._received(deadline)])
+            answer = b"".join([own, *self._received(deadline)])
             for other in self._sockets.values():
                 with contextlib.suppress(OSError):  # who is gone is noticed by the next call
                     _send(other, answer)

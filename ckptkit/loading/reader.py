@@ -77,15 +77,15 @@ class CheckpointReader(Closing):
         """All chunks of the checkpoint: some 80 bytes each are held, thrice that while the part indexes are joined."""
         return self._join(None)
 
-    def plan(self, wanted: ChunkTable) -> LoadPlan:
+    def plan(self, chunks: ChunkTable) -> LoadPlan:
         """Return the copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
-        stored = self._chunks_for(wanted)
-        return on_all(self.exchange, lambda: planned(self, wanted, stored))
+        stored = self._chunks_for(chunks)
+        return on_all(self.exchange, lambda: planned(self, chunks, stored))
 
-    def _chunks_for(self, wanted: ChunkTable) -> StoredChunks:
+    def _chunks_for(self, chunks: ChunkTable) -> StoredChunks:
         """Return the stored chunks that wanted ones may meet; where there are few, all, for the next plan too."""
         if sum(part.index_bytes for part in self.root.parts) > MAX_GROUP_BYTES:
-            return self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
+            return self._join(Bounds.of(chunks, TensorColumns.of(list(self.root.tensors.values()))))
         if self._all_chunks is None:  # no cached_property: its lock is one of all threads, which may be ranks
             self._all_chunks = self._join(None)
         return self._all_chunks
@@ -104,9 +104,9 @@ class CheckpointReader(Closing):
         """Bytes of data files read so far."""
         return self._closed_bytes_read + sum(source.bytes_read for source in self._open.values())
 
-    def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
+    def read(self, chunks: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
-        read_chunks(self, wanted, targets)
+        read_chunks(self, chunks, targets)
 
     def check_read(self) -> int:
         """Return 0: whoever reads it compares what is read."""

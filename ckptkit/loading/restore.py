@@ -88,16 +88,16 @@ def _wanted(
 ) -> tuple[ChunkTable, list[Any]]:
     """Return the chunks that pieces want, but those without elements, and their memory."""
     table = source.root.tensors
-    wanted = _fitting(table, pieces)
-    if wanted is None or tensors is not None:
+    chunks = _fitting(table, pieces)
+    if chunks is None or tensors is not None:
         faults = [f"{name}: {fault}" for name, fault in misfits(table, pieces, tensors).items()]
         if faults:
             hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {quoted(source.url)}")
             raise UserError(f"{source.url} does not fit what is restored from it:{listed(faults)}", hint=hint)
-    if wanted is None:
-        wanted = ChunkTable.of_pieces([_untied(piece, table) for piece in pieces], table.values())
-    rows = np.flatnonzero(wanted.start < wanted.stop)
-    return wanted.take(rows), [pieces[row].data for row in rows.tolist()]
+    if chunks is None:
+        chunks = ChunkTable.of_pieces([_untied(piece, table) for piece in pieces], table.values())
+    rows = np.flatnonzero(chunks.start < chunks.stop)
+    return chunks.take(rows), [pieces[row].data for row in rows.tolist()]
 
 
 def _fitting(table: Mapping[str, TensorInfo], pieces: Sequence[Piece]) -> ChunkTable | None:
@@ -115,14 +115,14 @@ def misfits(
     if tensors is not None:
         expected = {info.name: info for info in tensors}
         for info in tensors:
-            found = table.get(info.name)
-            if found is None:
+            stored = table.get(info.name)
+            if stored is None:
                 faults[info.name] = f"missing in the checkpoint, wanted {info.dtype} {list(info.shape)}"
-            elif (found.dtype, found.shape) != (info.dtype, info.shape):
-                faults[info.name] = f"{found.dtype} {list(found.shape)}, wanted {info.dtype} {list(info.shape)}"
-        for name, found in table.items():
+            elif (stored.dtype, stored.shape) != (info.dtype, info.shape):
+                faults[info.name] = f"{stored.dtype} {list(stored.shape)}, wanted {info.dtype} {list(info.shape)}"
+        for name, stored in table.items():
             if name not in expected and not name.startswith("optim."):
-                faults[name] = f"{found.dtype} {list(found.shape)}, not wanted"
+                faults[name] = f"{stored.dtype} {list(stored.shape)}, not wanted"
     are_sound = _are_sound(table, pieces)
     for piece in pieces:
         fault = _misfit(piece, table.get(piece.name), is_sound=are_sound)

@@ -70,17 +70,17 @@ def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, 
 
     `info` is the root's object where the caller has looked it up.
     """
-    exchange, held = exchange or Alone(), list[Root]()
+    exchange, roots = exchange or Alone(), list[Root]()
 
     def read() -> bytes:
         if exchange.rank:
             return b""
         data, root = stored_root(storage, step, info)
-        held.append(root)
+        roots.append(root)
         return data
 
     data = agreed(exchange, read)[0]
-    return held[0] if held else _root_of(data, f"{storage.url}/{root_key(step)}", step)
+    return roots[0] if roots else _root_of(data, f"{storage.url}/{root_key(step)}", step)
 
 
 def stored_root(storage: Storage, step: int, info: ObjectInfo | None = None) -> tuple[bytes, Root]:

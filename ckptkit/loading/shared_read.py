@@ -47,10 +47,10 @@ class _Reading:
 
     def __init__(
         self, source: ChunkSource, plan: LoadPlan, targets: Targets, sums: LoadSums | None, exchange: Exchange,
-        line: Line, wanted: list[Runs],
+        line: Line, wanted_by_rank: list[Runs],
     ) -> None:  # fmt: skip
         self._source, self._plan, self._targets, self._sums = source, plan, targets, sums
-        self._exchange, self._line, self._wanted = exchange, line, wanted
+        self._exchange, self._line, self._wanted = exchange, line, wanted_by_rank
         self._spans = line.spans(plan)
 
     def read_alone(self, runs: Runs) -> None:
@@ -91,10 +91,10 @@ class _Reading:
         self._source.fetch(reads, memory.ctypes.data + offset)
         return memory[: int(reads.size.sum())]
 
-    def _packed(self, memory: Bytes, held: Runs, wanted: Runs) -> Bytes:
+    def _packed(self, memory: Bytes, present: Runs, asked: Runs) -> Bytes:
         """Return what is wanted of the granules in memory, run after run; not copied if it is there like that."""
-        spans = self._line.bytes_of(held)
-        run, _, begin, end = clipped(spans, self._line.bytes_of(wanted))
+        spans = self._line.bytes_of(present)
+        run, _, begin, end = clipped(spans, self._line.bytes_of(asked))
         offset, size = begins(spans)[run] + begin - spans[run, 0], end - begin
         if not len(run):
             return memory[:0]

@@ -113,15 +113,15 @@ def count(runs: Runs) -> int:
 
 
 def share_reads(
-    wanted: Sequence[Runs], readable: Sequence[Runs] | None = None
+    wanted_by_rank: Sequence[Runs], readable: Sequence[Runs] | None = None
 ) -> tuple[list[Runs], list[Runs]]:  # fmt: skip
     """For each rank the granules that it reads for itself alone, and those that it reads for others too.
 
     Each granule that anyone wants is read by one rank, which wants it if one of those can read it. `readable` is what
     each rank can read, by default everything; someone has to be able to read what is wanted.
     """
-    edges = np.unique(np.concatenate([runs.reshape(-1) for runs in (*wanted, *(readable or ()))]))
-    wants = _held(edges, wanted)
+    edges = np.unique(np.concatenate([runs.reshape(-1) for runs in (*wanted_by_rank, *(readable or ()))]))
+    wants = _held(edges, wanted_by_rank)
     reads = wants if readable is None else _readers(wants, _held(edges, readable))
     num_wanting = wants.sum(axis=0)
     pieces = np.stack([edges[:-1], edges[1:]], axis=1) if len(edges) else np.empty((0, 2), np.int64)
@@ -130,7 +130,7 @@ def share_reads(
     load = np.array([count(runs) for runs in alone], np.int64)
     is_shared = (num_wanting > 0) & ~own.any(axis=0)
     num_reading = reads.sum(axis=0)
-    shared: list[list[Runs]] = [[] for _ in wanted]
+    shared: list[list[Runs]] = [[] for _ in wanted_by_rank]
     _, group = np.unique(np.packbits(reads, axis=0), axis=1, return_inverse=True)
     group = group.reshape(-1)
     for number in sorted(set(group[is_shared].tolist()), key=lambda number: int(num_reading[group == number][0])):
@@ -147,13 +147,13 @@ def share_reads(
 
 def _held(edges: Ints, runs_of_ranks: Sequence[Runs]) -> Rows:
     """Return, for each rank a row, which of the pieces between edges are in its runs."""
-    held = np.zeros((len(runs_of_ranks), max(len(edges) - 1, 0)), bool)
-    for row, runs in zip(held, runs_of_ranks, strict=True):
+    is_within = np.zeros((len(runs_of_ranks), max(len(edges) - 1, 0)), bool)
+    for row, runs in zip(is_within, runs_of_ranks, strict=True):
         changes = np.zeros(len(edges), np.int8)
         changes[np.searchsorted(edges, runs[:, 0])] += 1
         changes[np.searchsorted(edges, runs[:, 1])] -= 1
-        row[:] = np.cumsum(changes, dtype=np.int8)[: held.shape[1]]
-    return held
+        row[:] = np.cumsum(changes, dtype=np.int8)[: is_within.shape[1]]
+    return is_within
 
 
 def _readers(wants: Rows, can: Rows) -> Rows:

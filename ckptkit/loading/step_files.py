@@ -207,11 +207,11 @@ class StepFiles:
         return index
 
 
-def _size_fault(found: int | None, num_bytes: int) -> str:
+def _size_fault(stored_bytes: int | None, num_bytes: int) -> str:
     """Return what is wrong with a file of so many bytes, None if it is missing; empty if nothing is."""
-    if found is None:
+    if stored_bytes is None:
         return "is missing"
-    return "" if found == num_bytes else f"has {found} bytes, not {num_bytes}"
+    return "" if stored_bytes == num_bytes else f"has {stored_bytes} bytes, not {num_bytes}"
 
 
 def index_files(

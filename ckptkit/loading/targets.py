@@ -141,16 +141,16 @@ class _Batches:
         self._edges = list(_edges(self._copies, block))
         batch = np.repeat(np.arange(len(self)), np.diff(self._edges))
         order = np.lexsort([self._copies.target, self._copies.wanted, batch])
-        wanted, target, size = self._copies.wanted[order], self._copies.target[order], self._copies.size[order]
+        chunk, target, size = self._copies.wanted[order], self._copies.target[order], self._copies.size[order]
         place = np.cumsum(size) - size
         place -= place[self._edges[:-1]][batch]  # both orders have a batch's copies at the same places
         self._offset = np.empty_like(place)
         self._offset[order] = place
-        is_new = np.append(True, (wanted[1:] != wanted[:-1]) | (target[1:] != target[:-1] + size[:-1]))
+        is_new = np.append(True, (chunk[1:] != chunk[:-1]) | (target[1:] != target[:-1] + size[:-1]))
         is_new[self._edges[:-1]] = True
         firsts = np.flatnonzero(is_new)
         sizes = np.add.reduceat(size, firsts)
-        self._pieces = np.stack([wanted[firsts], target[firsts], place[firsts], sizes], axis=1)
+        self._pieces = np.stack([chunk[firsts], target[firsts], place[firsts], sizes], axis=1)
         self._piece_edges = np.searchsorted(firsts, self._edges).tolist()
 
     def __len__(self) -> int:

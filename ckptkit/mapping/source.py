@@ -72,14 +72,14 @@ class MappedSource(Closing):
         """Bytes of data files read so far."""
         return self._inner.bytes_read
 
-    def plan(self, wanted: ChunkTable) -> LoadPlan:
+    def plan(self, chunks: ChunkTable) -> LoadPlan:
         """Return the copies that fill wanted chunks."""
-        return planned(self, wanted, self.stored)
+        return planned(self, chunks, self.stored)
 
-    def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
+    def read(self, chunks: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, and add what is of the source to the sums of its tensors."""
-        read_chunks(self, wanted, targets)
-        self._sums.add(wanted, np.asarray(targets, np.int64))
+        read_chunks(self, chunks, targets)
+        self._sums.add(chunks, np.asarray(targets, np.int64))
 
     def check_read(self) -> int:
         """Return how many tensors of the source were read whole and are equal to what was saved; else CheckFailed."""

@@ -131,16 +131,16 @@ def _is_listed_flat(storage: Storage, folders: Iterable[str]) -> bool:
 
 
 def _listed_flat(storage: Storage) -> list[ListedStep]:
-    found: dict[int, ListedStep] = {}
+    by_step: dict[int, ListedStep] = {}
     for item in storage.list():
         folder, slash, name = item.key.partition("/")
         step = parse_step_folder(folder) if slash else None
         if step is not None:
-            listed = found.setdefault(step, ListedStep(step))
+            listed = by_step.setdefault(step, ListedStep(step))
             listed.add(item.key)
             if name == ROOT_KEY:
                 listed.root = item
-    return [found[step] for step in sorted(found)]
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _listed(storage: Storage, step: int) -> ListedStep:

@@ -40,11 +40,11 @@ class Debris:
     """
 
     def __init__(
-        self, storage: Storage, found: Sequence[StepRecord], gone: Collection[int], older_than_s: float | None,
+        self, storage: Storage, records: Sequence[StepRecord], deleted: Collection[int], older_than_s: float | None,
         *, dry_run: bool,
     ) -> None:  # fmt: skip
-        self._storage, self._gone, self._dry_run = storage, gone, dry_run
-        self._records = {record.step: record for record in found}
+        self._storage, self._gone, self._dry_run = storage, deleted, dry_run
+        self._records = {record.step: record for record in records}
         self._newest = max(self._records, default=-1) if older_than_s is None else None
         self._before_s = time.time() - (SAFE_AGE_S if older_than_s is None else older_than_s)
 
@@ -84,7 +84,7 @@ class Debris:
 
     def _orphans_of(self, listed: ListedStep) -> list[Orphan]:
         step, folder = listed.step, step_folder(listed.step)
-        record, found = self._records.get(step), list[Orphan]()
+        record, orphans = self._records.get(step), list[Orphan]()
         if record is None and any(map(self._storage.info, (root_key(step), pin_key(step)))):
             return []  # committed meanwhile, or somebody wants what is left of it
         for attempt in sorted(listed.num_files):
@@ -94,17 +94,17 @@ class Debris:
             if is_named or not own or not all(self._is_old(item.modified_s) for item in items):
                 continue
             if not self._names_still(step, record):
-                return found
-            found.append(Orphan(f"{folder}/{attempt}", own, [item.key for item in items if item not in own]))
+                return orphans
+            orphans.append(Orphan(f"{folder}/{attempt}", own, [item.key for item in items if item not in own]))
             self._delete([item for item in own if item.key.endswith(f"/{ASIDE_NAME}")])
             if not self._names_still(step, record):  # a rollback was undone meanwhile
-                return found
+                return orphans
             self._delete(own)
         damaged = self._storage.info(f"{folder}/{DAMAGED_ROOT_KEY}") if record is None else None
         if damaged is not None and self._is_old(damaged.modified_s):
-            found.append(Orphan(damaged.key, [damaged]))
+            orphans.append(Orphan(damaged.key, [damaged]))
             self._delete([damaged])
-        return found
+        return orphans
 
     def _names_still(self, step: int, record: StepRecord | None) -> bool:
         """Whether a step's root names the attempt that it named when it was read, or is as absent as it then was.

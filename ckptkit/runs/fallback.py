@@ -71,8 +71,8 @@ def first_sound(
     Candidates are tried in their order, newest first, and taken only as they are needed. With `strict` damage of the
     first one is raised.
     """
-    found = iter(candidates)
-    candidate = next(found, None)
+    rest = iter(candidates)
+    candidate = next(rest, None)
     assert candidate is not None, "at least one"
     damaged: list[Candidate] = []
     while True:
@@ -82,7 +82,7 @@ def first_sound(
         except CheckFailed as damage:
             hint = f"ckptkit verify {quote(url)}/{step_folder(step)}"
             damaged.append(candidate)
-            candidate = next(found, None)
+            candidate = next(rest, None)
             if candidate is None:
                 raise CheckFailed(damage.message, hint=damage.hint or hint) from damage
             other = f"step {candidate.step}" + (f" of {candidate.url}" if candidate.url != url else "")
@@ -124,16 +124,16 @@ def identified(candidate: Candidate) -> Candidate:
     return candidate._replace(attempt=attempt_seen(Run(candidate.url).storage, candidate.step))
 
 
-def _committed(urls: Sequence[str], wanted: int | None, *, needed: bool) -> Iterator[Candidate]:
+def _committed(urls: Sequence[str], only: int | None, *, needed: bool) -> Iterator[Candidate]:
     """Yield the same of one rank."""
     runs = [Run(url) for url in urls]
-    if wanted is None:
+    if only is None:
         by_run = (map(partial(Candidate, run.storage.address), run.newest_first()) for run in runs)
         candidates = heapq.merge(*by_run, key=lambda candidate: -candidate.step)
     else:
-        candidates = (Candidate(run.storage.address, wanted) for run in runs if run.is_committed(wanted))
+        candidates = (Candidate(run.storage.address, only) for run in runs if run.is_committed(only))
     candidate = None
     for candidate in candidates:
         yield candidate
     if candidate is None and needed:
-        raise no_step(runs[0].storage, runs[0].named if wanted is None else wanted)
+        raise no_step(runs[0].storage, runs[0].named if only is None else only)

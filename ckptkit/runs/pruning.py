@@ -87,22 +87,22 @@ def remove(storage: Storage, steps: Collection[int], *, newest_too: bool = False
     sweep takes its files.
     """
     listed, records = listed_steps(storage), Records(storage)
-    found = judged(records.of(listed), records, Retention(keep_last=1))
-    committed = [record.step for record in found]
+    judged_steps = judged(records.of(listed), records, Retention(keep_last=1))
+    committed = [record.step for record in judged_steps]
     if unknown := sorted(set(steps) - set(committed)):
         raise no_step(storage, unknown[0])
     refuse_pinned(storage, [each for each in listed if each.step in steps])
-    newest: int | None = max([record.step for record in found if record.is_good] or committed, default=None)
+    newest: int | None = max([record.step for record in judged_steps if record.is_good] or committed, default=None)
     if newest is not None and newest in steps:
         if not newest_too:
-            what = "the only step" if len(found) == 1 else "the newest good step"
+            what = "the only step" if len(committed) == 1 else "the newest good step"
             raise UserError(
                 f"step {newest} is {what} of {storage.url}",
                 hint=f"to lose it: ckptkit rm {quote(storage.url)}/{step_folder(newest)} --newest-too",
             )
         newest = None
     pruning = _Pruning(storage, PruneReport(storage.url, dry_run))
-    pruning.delete([record for record in found if record.step in steps], listed, newest)
+    pruning.delete([record for record in judged_steps if record.step in steps], listed, newest)
     return pruning.report
 
 
@@ -190,14 +190,14 @@ class _Pruning:
 
         Steps `elsewhere` fill places of the policy; the newest good step here stays all the same.
         """
-        found = judged(records.of(listed), records, policy)
-        here = {record.step for record in found}
-        of_run = [*found, *(record for record in elsewhere if record.step not in here)]
+        committed = judged(records.of(listed), records, policy)
+        here = {record.step for record in committed}
+        of_run = [*committed, *(record for record in elsewhere if record.step not in here)]
         self.report.kept = {step: why for step, why in reasons_to_keep(of_run, policy).items() if why and step in here}
-        newest_good = max((record.step for record in found if record.is_good), default=-1)
+        newest_good = max((record.step for record in committed if record.is_good), default=-1)
         going = set(expired(of_run, policy)) - set(needed) - {newest_good}
-        self.delete([record for record in found if record.step in going], listed, newest_good)
-        return found
+        self.delete([record for record in committed if record.step in going], listed, newest_good)
+        return committed
 
     def delete(self, doomed: Sequence[StepRecord], listed: Sequence[ListedStep], needed: int | None) -> None:
         """Delete steps as long as another one, which is needed then, is committed; or report that they would go."""
@@ -210,11 +210,11 @@ class _Pruning:
         for at in range(0, len(doomed), at_a_time):
             self._delete_steps(doomed[at : at + at_a_time], needed)
 
-    def sweep(self, listed: Sequence[ListedStep], found: Sequence[StepRecord], older_than_s: float | None) -> None:
+    def sweep(self, listed: Sequence[ListedStep], committed: Sequence[StepRecord], older_than_s: float | None) -> None:
         """Delete what uncommitted saves left, given what was listed and what of it was committed."""
         report = self.report
         gone = set() if report.dry_run else set(report.deleted)
-        debris = Debris(self._storage, found, gone, older_than_s, dry_run=report.dry_run)
+        debris = Debris(self._storage, committed, gone, older_than_s, dry_run=report.dry_run)
         for orphan in debris.orphans(listed):
             report.orphans.append(orphan.name)
             report.num_files += len(orphan.items)
@@ -243,26 +243,26 @@ class _Pruning:
             return
         if newest_good is not None:
             sync_name(storage, root_key(newest_good))  # nothing goes before what replaces it is durable
-        doomed = [each for each in at_once(self._look, batch) if each is not None]
-        if half_aside := [key for each in doomed for key in each.own if key.endswith(f"/{ASIDE_NAME}")]:
+        doomed = [step for step in at_once(self._look, batch) if step is not None]
+        if half_aside := [key for step in doomed for key in step.own if key.endswith(f"/{ASIDE_NAME}")]:
             storage.delete(half_aside)  # left by killed rollbacks: no undoing brings back what goes here
-        storage.delete([root_key(each.record.step) for each in doomed if not each.is_link])
-        gone = []
-        for each, pin in zip(
-            doomed, at_once(lambda each: storage.info(pin_key(each.record.step)), doomed), strict=True
+        storage.delete([root_key(step.record.step) for step in doomed if not step.is_link])
+        going = []
+        for step, pin in zip(
+            doomed, at_once(lambda step: storage.info(pin_key(step.record.step)), doomed), strict=True
         ):
-            if pin is None or each.is_link:
-                gone.append(each)
+            if pin is None or step.is_link:
+                going.append(step)
             else:
-                storage.write(root_key(each.record.step), each.root, if_absent=True)
-                report.kept[each.record.step] = ["pinned meanwhile"]
-        storage.delete([key for each in gone for key in each.own])
-        for each in gone:
-            report.deleted.append(each.record.step)
-            if not each.is_link:
-                self._count_step(each.record, 1 + len(each.own))
-                report.left_alone += each.unknown
-                hidden = self._hidden_of(each.record)
+                storage.write(root_key(step.record.step), step.root, if_absent=True)
+                report.kept[step.record.step] = ["pinned meanwhile"]
+        storage.delete([key for step in going for key in step.own])
+        for step in going:
+            report.deleted.append(step.record.step)
+            if not step.is_link:
+                self._count_step(step.record, 1 + len(step.own))
+                report.left_alone += step.unknown
+                hidden = self._hidden_of(step.record)
                 storage.delete([file.hidden_key for file in hidden])
                 self._add_hidden(hidden)
 
@@ -296,9 +296,9 @@ class _Pruning:
         self.report.num_files += num_files
         self.report.num_bytes += record.file_bytes + (record.root.size_bytes if record.root else 0)
 
-    def _add_hidden(self, found: Iterable[Temporary]) -> None:
+    def _add_hidden(self, files: Iterable[Temporary]) -> None:
         """Report hidden files."""
-        for each in found:
+        for each in files:
             self.report.hidden.append(each.hidden_key)
             self.report.num_files += 1
             self.report.num_bytes += each.size_bytes
@@ -317,9 +317,9 @@ class _Doomed:
     is_link: bool = False
 
 
-def judged(found: Sequence[StepRecord], records: Records, policy: Retention) -> list[StepRecord]:
+def judged(committed: Sequence[StepRecord], records: Records, policy: Retention) -> list[StepRecord]:
     """Return the records, those that fill a place checked: until none fills one unchecked."""
-    by_step, checked = {record.step: record for record in found}, set[int]()
+    by_step, checked = {record.step: record for record in committed}, set[int]()
     while policy.has_rules and (due := places_filled([*by_step.values()], policy).keys() - checked):
         by_step |= {record.step: record for record in at_once(records.checked, [by_step[step] for step in due])}
         checked |= due

@@ -60,7 +60,7 @@ class StepRecord:
 
         Those of the record of a PyTorch program's state, which saves and imports make, are left out.
         """
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         waiting: list[tuple[str, object]] = [("", self.metadata)]
         while waiting:
             name, value = waiting.pop()
@@ -69,8 +69,8 @@ class StepRecord:
             if isinstance(value, Mapping):
                 waiting += [(f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
             elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
-                found[name] = value
-        return found
+                numbers[name] = value
+        return numbers
 
 
 class Records:

@@ -59,20 +59,20 @@ def set_aside_after(storage: Storage, step: int, *, dry_run: bool = False) -> Ro
 
     UserError, before anything changes, if one of them is pinned or in a folder that is a link.
     """
-    newer = [each for each in listed_steps(storage) if each.step > step and each.root][::-1]
+    newer = [listed for listed in listed_steps(storage) if listed.step > step and listed.root][::-1]
     refuse_pinned(storage, newer[::-1])
-    attempts = at_once(lambda each: _attempt_named(storage, each.step), newer)
-    for each, attempt in zip(newer, attempts, strict=True):
-        if link := linked_folder(storage, f"{step_folder(each.step)}/{attempt}"):
+    attempts = at_once(lambda listed: _attempt_named(storage, listed.step), newer)
+    for listed, attempt in zip(newer, attempts, strict=True):
+        if link := linked_folder(storage, f"{step_folder(listed.step)}/{attempt}"):
             raise UserError(
                 f"{storage.url}/{link} is a link, and nothing is changed through one",
-                hint=f"ckptkit rm {quote(storage.url)}/{step_folder(each.step)}",
+                hint=f"ckptkit rm {quote(storage.url)}/{step_folder(listed.step)}",
             )
     report = RollbackReport(storage.url, step, dry_run)
-    for each, attempt in zip(newer, attempts, strict=True):
+    for listed, attempt in zip(newer, attempts, strict=True):
         if not dry_run:
-            _set_aside(storage, each.step, attempt)
-        (report.set_aside if attempt else report.quarantined).append(each.step)
+            _set_aside(storage, listed.step, attempt)
+        (report.set_aside if attempt else report.quarantined).append(listed.step)
     return report
 
 
@@ -83,21 +83,21 @@ def undo_rollback(storage: Storage, step: int, *, dry_run: bool = False) -> Roll
     them was saved again since.
     """
     report = RollbackReport(storage.url, step, dry_run)
-    aside = [each for each in listed_steps(storage) if each.step > step and each.aside]
-    attempts = [_attempt_to_return(storage, each) for each in aside]
-    for each, attempt in zip(aside, attempts, strict=True):
-        key = aside_key(each.step, attempt)
-        is_back = each.root is not None  # an earlier call was killed before it was done with the step
+    aside = [listed for listed in listed_steps(storage) if listed.step > step and listed.aside]
+    attempts = [_attempt_to_return(storage, listed) for listed in aside]
+    for listed, attempt in zip(aside, attempts, strict=True):
+        key = aside_key(listed.step, attempt)
+        is_back = listed.root is not None  # an earlier call was killed before it was done with the step
         root = b"" if is_back else storage.read(key)
-        if not is_back and (problem := what_is_wrong(storage, each.step, None, aside=root)):
-            report.left[each.step] = problem
+        if not is_back and (problem := what_is_wrong(storage, listed.step, None, aside=root)):
+            report.left[listed.step] = problem
             continue
-        report.brought_back.append(each.step)
+        report.brought_back.append(listed.step)
         if not dry_run:
             if is_back:
-                sync_name(storage, root_key(each.step))
+                sync_name(storage, root_key(listed.step))
             else:
-                _bring_back(storage, each.step, key, root)
+                _bring_back(storage, listed.step, key, root)
             storage.delete([key])
     return report
 
@@ -160,14 +160,14 @@ def quarantine(storage: Storage, step: int, attempt: str | None = None) -> bool:
 
     With an attempt, as `attempt_seen` returned it, False too if the step is another one's by now.
     """
-    key, kept = root_key(step), f"{step_folder(step)}/{DAMAGED_ROOT_KEY}"
+    key, damaged_key = root_key(step), f"{step_folder(step)}/{DAMAGED_ROOT_KEY}"
     if root_info(storage, step) is None or (attempt is not None and attempt_seen(storage, step) != attempt):
         return False
     try:
-        storage.copy(key, kept)
+        storage.copy(key, damaged_key)
     except StorageError as error:
         if not is_medium_error(error):
             raise
-        storage.write(kept, b"")  # the disk cannot return this root
+        storage.write(damaged_key, b"")  # the disk cannot return this root
     storage.delete([key])
     return True

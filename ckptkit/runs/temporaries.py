@@ -52,14 +52,14 @@ def temporaries(storage: Storage, step: int) -> list[Temporary]:
     ]
 
 
-def remove_unless_written(storage: Storage, each: Temporary) -> None:
+def remove_unless_written(storage: Storage, temporary: Temporary) -> None:
     """Remove a hidden file, unless a process that lives, on any machine whose locks are seen here, has it open.
 
     It is locked until it is gone: whoever has just made it waits for that, and makes another.
     """
-    root, (inner, _, name) = local_root(storage), each.hidden_key.rpartition("/")
+    root, (inner, _, name) = local_root(storage), temporary.hidden_key.rpartition("/")
     assert root is not None, "found on a local disk"
-    with local_failures("delete", root / each.hidden_key), Folder(root, inner) as folder:
+    with local_failures("delete", root / temporary.hidden_key), Folder(root, inner) as folder:
         descriptor = folder.open(name, os.O_RDONLY)
         try:
             if _lock(descriptor):

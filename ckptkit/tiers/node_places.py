@@ -119,22 +119,22 @@ def _mark(token: str, name: str) -> str:
     return f"{token}.of-{name}"
 
 
-def own_name(given: Node | None = None) -> str:
+def own_name(node: Node | None = None) -> str:
     """Return the name of this node: the given one's, $THREEFOLD_NODE, or the host's."""
-    return node_name(os.environ, socket.gethostname()) if given is None else given.name
+    return node_name(os.environ, socket.gethostname()) if node is None else node.name
 
 
-def nodes_here(exchange: Exchange, given: Node | None = None) -> list[Node]:
+def nodes_here(exchange: Exchange, node: Node | None = None) -> list[Node]:
     """Return the node of each rank; all ranks call this. UserError on all where they do not fit together.
 
-    `given` is what the caller says of this rank's node, None if that is as torchrun says.
+    `node` is what the caller says of this rank's node, None if that is as torchrun says.
     """
 
-    def mine() -> bytes:
-        return json.dumps([own_name(given), _first_rank(exchange) if given is None else given.first_writer]).encode()
+    def describe() -> bytes:
+        return json.dumps([own_name(node), _first_rank(exchange) if node is None else node.first_writer]).encode()
 
-    said = [json.loads(each) for each in agreed(exchange, mine)]
-    return on_all(exchange, lambda: _fitting(said, exchange, given))
+    said = [json.loads(each) for each in agreed(exchange, describe)]
+    return on_all(exchange, lambda: _fitting(said, exchange, node))
 
 
 def _first_rank(exchange: Exchange) -> int:
@@ -148,13 +148,13 @@ def _first_rank(exchange: Exchange) -> int:
     return exchange.rank - int(number)
 
 
-def _fitting(said: list[tuple[str, int]], exchange: Exchange, given: Node | None) -> list[Node]:
-    nodes = nodes_of([name for name, _ in said], [first for _, first in said])
-    mine, name = nodes[exchange.rank], said[exchange.rank][0]
-    if given is None and name != mine.name:
-        text = f"rank {exchange.rank} is on node {name}, among the ranks of {mine.name}"
+def _fitting(described: list[tuple[str, int]], exchange: Exchange, node: Node | None) -> list[Node]:
+    nodes = nodes_of([name for name, _ in described], [first for _, first in described])
+    own, name = nodes[exchange.rank], described[exchange.rank][0]
+    if node is None and name != own.name:
+        text = f"rank {exchange.rank} is on node {name}, among the ranks of {own.name}"
         raise UserError(text, hint="number the ranks node by node, as torchrun does")
-    if given not in (None, mine):
-        text = f"rank {exchange.rank} of {exchange.size} is on {given}, by what all ranks say it is on {mine}"
-        raise UserError(text, hint=f"CheckpointerOptions(node=ckptkit.{mine})")
+    if node not in (None, own):
+        text = f"rank {exchange.rank} of {exchange.size} is on {node}, by what all ranks say it is on {own}"
+        raise UserError(text, hint=f"CheckpointerOptions(node=ckptkit.{own})")
     return nodes

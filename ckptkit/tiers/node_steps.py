@@ -52,7 +52,7 @@ class _Seen:
     """What was seen of a step: on all nodes, and the roots of this one by their place."""
 
     step: int
-    held: list[Held]
+    holdings: list[Held]
     roots: dict[int, Root]
 
 
@@ -67,15 +67,15 @@ class NodeSteps:
         self._seen: _Seen | None = None
         self._holders: list[list[Held]] = []  # of each part of the step that was opened last
 
-    def candidates(self, wanted: int | None = None) -> Iterator[int]:
+    def candidates(self, only: int | None = None) -> Iterator[int]:
         """Yield the steps that any node holds a root of, newest first; with a step only that one."""
         self._seen = None  # a step may have been saved since, or set aside
-        listed = [wanted] if wanted is not None else self._listed()
+        listed = [only] if only is not None else self._listed()
         return (step for step in listed if self._look(step))
 
-    def whole(self, wanted: int | None = None) -> Iterator[int]:
+    def whole(self, only: int | None = None) -> Iterator[int]:
         """Yield the steps that are whole, newest first."""
-        return (step for step in self.candidates(wanted) if put_together(self._look(step))[0])
+        return (step for step in self.candidates(only) if put_together(self._look(step))[0])
 
     def read(self, step: int, work: Callable[[CheckpointReader], T]) -> T:
         """Return what `work` does with a step; a file that it finds damaged is read from the next place that has it.
@@ -136,9 +136,9 @@ class NodeSteps:
         if self._seen is None or self._seen.step != step:
             roots = dict[int, Root]()
             heard = agreed(self._exchange, lambda: self._described(step, roots))
-            held = [Held(*row) for each in heard for row in json.loads(each)]
-            self._seen = _Seen(step, sorted(held, key=lambda each: each.place), roots)
-        return self._seen.held
+            holdings = [Held(*row) for each in heard for row in json.loads(each)]
+            self._seen = _Seen(step, sorted(holdings, key=lambda each: each.place), roots)
+        return self._seen.holdings
 
     def _described(self, step: int, roots: dict[int, Root]) -> bytes:
         """Return what this rank's node holds of a step, if the rank leads; the roots go into `roots`."""
@@ -159,13 +159,13 @@ class NodeSteps:
             raise CheckFailed(f"step {step} of {self.url} is not whole: {why}", hint=HINT)
         assert self._seen is not None, "looked at"
         roots = self._seen.roots
-        mine = {
+        own_roots = {
             number: roots[holders[0].place]
             for number, holders in enumerate(shares)
             if self.places.leads and holders[0].node == self._own
         }
-        head = _sent_by_one(self._exchange, _common(mine[0]).to_bytes() if 0 in mine else b"")
-        parts = {number: [astuple(part) for part in root.parts] for number, root in mine.items()}
+        head = _sent_by_one(self._exchange, _common(own_roots[0]).to_bytes() if 0 in own_roots else b"")
+        parts = {number: [astuple(part) for part in root.parts] for number, root in own_roots.items()}
         heard = [json.loads(each) for each in agreed(self._exchange, lambda: json.dumps(parts).encode())]
         rows = {int(number): found for each in heard for number, found in each.items()}
         root = Root.from_bytes(head, f"{self.url}/{step_folder(step)}")
@@ -177,18 +177,18 @@ class NodeSteps:
         ]
         return NodeFiles(self.url, root, sources, self.places.runs, self._exchange)
 
-    def _source(self, held: Held) -> Source:
-        node = self._nodes[held.node]
-        return Source(held.node, range(node.first_writer, node.first_writer + node.num_local), held.place)
+    def _source(self, holder: Held) -> Source:
+        node = self._nodes[holder.node]
+        return Source(holder.node, range(node.first_writer, node.first_writer + node.num_local), holder.place)
 
 
-def put_together(held: Sequence[Held]) -> tuple[list[list[Held]], str]:
+def put_together(holdings: Sequence[Held]) -> tuple[list[list[Held]], str]:
     """Return who holds each share of a step, in the order of the writers, and why the step is not whole, else ""."""
-    faults = [each.fault for each in held if each.fault]
+    faults = [each.fault for each in holdings if each.fault]
     why = faults[0] if faults else "no node has a root"
-    for attempt, of in dict.fromkeys((each.attempt, each.of) for each in held if not each.fault):
+    for attempt, of in dict.fromkeys((each.attempt, each.of) for each in holdings if not each.fault):
         shares: dict[tuple[int, int], list[Held]] = {}
-        for each in held:
+        for each in holdings:
             if (each.attempt, each.of) == (attempt, of):
                 shares.setdefault((each.first, each.count), []).append(each)
         named = Counter(writer for first, count in shares for writer in range(first, first + count))

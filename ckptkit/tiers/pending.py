@@ -132,7 +132,7 @@ class PendingCopies:
         self._before_last, self._after = self._after, dict.fromkeys(self._after, step)
 
     def _to(self, tiers: Iterable[Tier], order: SaveOrder) -> tuple[TierCopy, ...]:
-        found = []
+        ordered = []
         for tier in tiers:
             url = tier.url
             target = replace(order.seat, url=url)
@@ -146,5 +146,5 @@ class PendingCopies:
             if self._ordered_last.get(url) != target.attempt:
                 self._ordered_last[url] = target.attempt
                 self._awaited[target.step, url] = tier_copy
-                found.append(tier_copy)
-        return tuple(found)
+                ordered.append(tier_copy)
+        return tuple(ordered)

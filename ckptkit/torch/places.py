@@ -71,25 +71,25 @@ class Places:
         places = self.nodes(exchange).places
         return places.runs if places.leads else []
 
-    def candidates(self, exchange: Exchange, wanted: int | None) -> Iterator[Candidate]:
+    def candidates(self, exchange: Exchange, only: int | None) -> Iterator[Candidate]:
         """Yield the steps that may be loaded, newest first, each with the place that it is in; with a step that one."""
         slower = [place.url for place in self.slower]
         if self._tiers is None:
-            yield from committed_candidates([self.own_url, *slower], exchange, wanted)
+            yield from committed_candidates([self.own_url, *slower], exchange, only)
             return
-        own = (Candidate(self._first.storage.address, step) for step in self.nodes(exchange).candidates(wanted))
-        shared = committed_candidates(slower, exchange, wanted, needed=False)
+        own = (Candidate(self._first.storage.address, step) for step in self.nodes(exchange).candidates(only))
+        shared = committed_candidates(slower, exchange, only, needed=False)
         candidate = None
         for candidate in heapq.merge(own, shared, key=lambda each: -each.step):
             yield candidate
         if candidate is None:
-            raise self._lacking(wanted)
+            raise self._lacking(only)
 
-    def whole(self, exchange: Exchange, wanted: int | None) -> Iterator[int]:
+    def whole(self, exchange: Exchange, only: int | None) -> Iterator[int]:
         """Yield the steps that all nodes together hold, or a slower place, newest first; with a step that one."""
         slower = [place.url for place in self.slower]
-        shared = (each.step for each in committed_candidates(slower, exchange, wanted, needed=False))
-        merged = heapq.merge(self.nodes(exchange).whole(wanted), shared, reverse=True)
+        shared = (each.step for each in committed_candidates(slower, exchange, only, needed=False))
+        merged = heapq.merge(self.nodes(exchange).whole(only), shared, reverse=True)
         return (step for step, _ in itertools.groupby(merged))
 
     def read(self, candidate: Candidate, exchange: Exchange, work: Callable[[CheckpointReader], T]) -> T:
@@ -164,10 +164,10 @@ class Places:
         ]
         return (*(tier for tier in tiers if tier.of_node), *found)
 
-    def _lacking(self, wanted: int | None) -> UserError:
+    def _lacking(self, step: int | None) -> UserError:
         """Return the error that no place holds a step, or any."""
         assert self._tiers is not None, "the first place is each node's own"
-        text = f"no node holds {'a step' if wanted is None else f'step {wanted}'} of {self._tiers.first.url}"
+        text = f"no node holds {'a step' if step is None else f'step {step}'} of {self._tiers.first.url}"
         slower = "".join(f", nor does {place.url}" for place in self.slower)
         return UserError(f"{text}{slower}", hint=f"check the URL; on this node: ckptkit ls {quote(self.own_url)}")
 

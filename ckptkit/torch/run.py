@@ -141,11 +141,11 @@ class Run(AnyRun, Closing):
         exchange = self._opened_exchange()
         self._collect(wait=True)
         agree_on_load(exchange, state, {"step": step, "strict": strict, "certify": certify})
-        wanted = self.named if step is None else step
+        only = self.named if step is None else step
         say = log if exchange.rank == 0 else lambda line: None
         with paused_collection():
-            found, report, damaged = first_sound(
-                self._places.candidates(exchange, wanted),
+            loaded, report, damaged = first_sound(
+                self._places.candidates(exchange, only),
                 lambda candidate: self._places.read(
                     candidate,
                     exchange,
@@ -154,8 +154,8 @@ class Run(AnyRun, Closing):
                 strict=False,
                 report=say,
             )
-        if sets_aside and wanted is None:
-            self._places.set_aside(found, damaged, exchange)
+        if sets_aside and only is None:
+            self._places.set_aside(loaded, damaged, exchange)
         self._newest_at_load, self._last_step = self._newest_known(exchange), None
         self.whole_step = report.step if self.is_of_nodes else None
         if sets_aside and step is not None and self.named is None and step < (self._newest_at_load or 0):

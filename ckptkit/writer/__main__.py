@@ -114,15 +114,15 @@ class _Server:
             self._maintenance = maintenance = self._maintenance or Maintenance(
                 seat.url, leads=seat.leads, stripe_count=order.stripe_count, stripe_size_bytes=order.stripe_size_bytes
             )
-            for each in tries:  # where there was no word yet
-                report_failed(open_storage(each.url), each, KILLED)
+            for tried in tries:  # where there was no word yet
+                report_failed(open_storage(tried.url), tried, KILLED)
             self._retention, self._needed = order.retention, order.needed
             room = Room(order, maintenance, self._needed_steps, self._has_trainer, not self._has_saved)
             saved_at, why = run_save(order, self._arena, blocks, retries, room, self._trainer)
             self._has_saved = True
             if seat.leads:
-                for each in tries:  # all know how they ended, as they have saved again since
-                    clear(open_storage(each.url), each)
+                for tried in tries:  # all know how they ended, as they have saved again since
+                    clear(open_storage(tried.url), tried)
                 self._prune(order, maintenance, saved_at)
             warning = maintenance.take_warning()
             if saved_at != seat:
@@ -164,13 +164,13 @@ class _Server:
 
         A replica is of what the node's own disk holds.
         """
-        for each in order.tier_copies:
-            if each.of_node and saved_at.num_writers > each.source.num_writers:
-                error = f"it is in {masked(saved_at.url)}, not in {each.source.url}"
-                self._answer(SaveOutcome(saved_at.step, error, each.data_bytes, 0.0, url=each.target.url))
+        for ordered in order.tier_copies:
+            if ordered.of_node and saved_at.num_writers > ordered.source.num_writers:
+                error = f"it is in {masked(saved_at.url)}, not in {ordered.source.url}"
+                self._answer(SaveOutcome(saved_at.step, error, ordered.data_bytes, 0.0, url=ordered.target.url))
                 continue
-            tier_copy = each if saved_at == order.seat else replace(each, source=saved_at)
-            if each.target.url != saved_at.url or saved_at.leads:
+            tier_copy = ordered if saved_at == order.seat else replace(ordered, source=saved_at)
+            if ordered.target.url != saved_at.url or saved_at.leads:
                 self.tier_copier.offer([tier_copy])
             else:
                 self._answer(SaveOutcome(saved_at.step, "", tier_copy.data_bytes, 0.0, url=saved_at.url))

@@ -58,7 +58,7 @@ class TierCopier:
     @property
     def steps(self) -> set[int]:
         """The steps that are being copied or wait for it, and so are still needed in the first tier."""
-        return {tier_copy.target.step for each in self._threads.values() for tier_copy in each.held()}
+        return {tier_copy.target.step for each in self._threads.values() for tier_copy in each.copies()}
 
     def finish(self) -> None:
         """Wait until nothing is left to copy."""
@@ -69,7 +69,7 @@ class TierCopier:
 class _TierThread:
     """One place's thread, which lives while there is something to copy, and the steps that wait for it.
 
-    The saving thread and the main thread of the writer process call `offer`, `held` and `finish`.
+    The saving thread and the main thread of the writer process call `offer`, `copies` and `finish`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _TierThread:
                 self._thread.start()
         self._report_passed_over(passed_over, tier_copy)
 
-    def held(self) -> list[TierCopy]:
+    def copies(self) -> list[TierCopy]:
         with self._changed:
             return [*self._waiting, *filter(None, [self._current])]
 

@@ -104,8 +104,8 @@ def compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) ->
     )  # fmt: skip
 
 
-def _of_all(exchange: Exchange, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    packed = zlib.compress(json.dumps(mine).encode(), 1)
+def _of_all(exchange: Exchange, own: dict[str, Any]) -> list[dict[str, Any]]:
+    packed = zlib.compress(json.dumps(own).encode(), 1)
     return [json.loads(zlib.decompress(each)) for each in agreed(exchange, lambda: packed)]
 
 

@@ -74,7 +74,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local if type(tensor) in PLAIN or not is_dtensor(local) else local.to_local()  # type: ignore[no-any-return]
 
 
-def held(path: str, tensor: torch.Tensor, local: Any) -> Held:
+def held_of(path: str, tensor: torch.Tensor, local: Any) -> Held:
     """Return how a tensor is stored, and what of it, `local`, is here; UserError if its memory is not its elements."""
     if is_cut(tensor) and inner_tensors(local) is not None:
         kind = "DTensor" if is_dtensor(tensor) else "shard"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ckptkit.format.state_tree import Encoder, Node, decoded, part
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.io.torch_tensors import STORED
-from ckptkit.torch.state.boxes import Held, dtype_of, held, inner_tensors, is_cut, local_of
+from ckptkit.torch.state.boxes import Held, dtype_of, held_of, inner_tensors, is_cut, local_of
 from ckptkit.torch.state.late import owned_by, swaps_weights, version_of
 from ckptkit.torch.state.objects import (
     RNG,
@@ -41,7 +41,7 @@ class Leaf:
 
     tensor: torch.Tensor
     local: torch.Tensor
-    held: Held
+    stored: Held
     is_equal: bool
     is_late: bool
     same_as: str | None
@@ -109,18 +109,18 @@ def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen, owned: Set[
     wrapped: list[str] = []  # their version counters are not raised
     late: list[str] = []  # paths that begin so are states of an optimizer's parameters
 
-    def expand(path: str, each: Any) -> tuple[bool, Any]:
-        if isinstance(each, nn.Module):
-            return True, module_state(path, each)
-        if isinstance(each, Optimizer):
+    def expand(path: str, item: Any) -> tuple[bool, Any]:
+        if isinstance(item, nn.Module):
+            return True, module_state(path, item)
+        if isinstance(item, Optimizer):
             optimizers.append(f"{path}/")
-            if not swaps_weights(each):
+            if not swaps_weights(item):
                 late.append(f"{path}/state/")
-            return True, optimizer_state(path, each, names.of(path, each))
-        if (parts := inner_tensors(each)) is not None:
+            return True, optimizer_state(path, item, names.of(path, item))
+        if (parts := inner_tensors(item)) is not None:
             wrapped.append(f"{path}/")
             return True, parts
-        return (True, each.state_dict()) if is_stateful(each) else (False, None)
+        return (True, item.state_dict()) if is_stateful(item) else (False, None)
 
     is_rng = key == RNG
     is_own = is_rng or (is_stateful(value) and not isinstance(value, nn.Module | Optimizer))
@@ -128,13 +128,13 @@ def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen, owned: Set[
     node: Node = encoder.node(part(key), rng_state() if is_rng else value)
     tree = json.dumps(node, separators=(",", ":")).encode()
     leaves, seen_bytes = {}, [tree]
-    for path, each in encoder.arrays.items():
-        tensor = tensor_of(each)
+    for path, array in encoder.arrays.items():
+        tensor = tensor_of(array)
         local = local_of(tensor)
-        stored = held(path, tensor, local)
+        stored = held_of(path, tensor, local)
         is_equal = is_cut(tensor) or isinstance(tensor, nn.Parameter) or path.startswith(tuple(optimizers))
-        same_as = "" if is_own or each is not tensor else seen.same_as(path, tensor, local, stored)
-        is_late = id(each) in owned or path.startswith(tuple(late))
+        same_as = "" if is_own or array is not tensor else seen.same_as(path, tensor, local, stored)
+        is_late = id(array) in owned or path.startswith(tuple(late))
         is_late = is_late and not path.startswith(tuple(wrapped)) and version_of(tensor) is not None
         leaves[path] = Leaf(tensor, local, stored, is_equal and not is_own, is_late, same_as)
         if is_own and not is_cut(tensor) and tensor.is_cpu and tensor.nbytes <= SEEN_BYTES:

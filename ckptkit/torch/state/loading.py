@@ -18,7 +18,7 @@ from ckptkit.format.state_tree import Node, decoded, fields, items_of, leaves, p
 from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.mesh_cut import Part
-from ckptkit.torch.state.boxes import Held, as_stored, held, inner_tensors, local_of, name_of, region, stored_dtype
+from ckptkit.torch.state.boxes import Held, as_stored, held_of, inner_tensors, local_of, name_of, region, stored_dtype
 from ckptkit.torch.state.capture import shown_tensors
 from ckptkit.torch.state.objects import (
     RNG,
@@ -61,13 +61,13 @@ class Match:
         self.ties, self.untied = list[Tie](), list[str]()  # of one tensor here; those that differ in the checkpoint
         self.available: set[str] = set()  # what the checkpoint has under the keys that are asked for
         for key, target in state.items():
-            found = saved.key(key)
+            saved_key = saved.key(key)
             if key == RNG:
-                self._match_rng(found)
-            elif found is None:
+                self._match_rng(saved_key)
+            elif saved_key is None:
                 self.missing.append(part(key))
             else:
-                self._match_key(key, target, found)
+                self._match_key(key, target, saved_key)
 
     def finish(self) -> None:
         """Bring what was read to where it belongs, once all pieces are filled."""
@@ -77,18 +77,18 @@ class Match:
             for act in self._after:
                 act()
 
-    def _match_key(self, key: str, target: Any, found: SavedKey) -> None:
-        self._base, self._path = found.base, (path := part(key))
-        if found.fault:
-            self.held_back.append(found.fault)
-        self.available.update(leaves(path, found.node))
-        self._put(path, self._state, key, found.node, target)
+    def _match_key(self, key: str, target: Any, saved_key: SavedKey) -> None:
+        self._base, self._path = saved_key.base, (path := part(key))
+        if saved_key.fault:
+            self.held_back.append(saved_key.fault)
+        self.available.update(leaves(path, saved_key.node))
+        self._put(path, self._state, key, saved_key.node, target)
 
-    def _match_rng(self, found: SavedKey | None) -> None:
-        self.lacks_rng = found is None
-        if found is not None:
-            self._base, self._path = found.base, RNG
-            self._then(set_rng_state, decoded(RNG, found.node, self._new))
+    def _match_rng(self, saved_key: SavedKey | None) -> None:
+        self.lacks_rng = saved_key is None
+        if saved_key is not None:
+            self._base, self._path = saved_key.base, RNG
+            self._then(set_rng_state, decoded(RNG, saved_key.node, self._new))
 
     def _fill(self, path: str, target: Any, node: Node) -> Any:
         """Return the target if it is filled in place, else a function that makes what takes its place."""
@@ -148,25 +148,25 @@ class Match:
         items = fields(node) or {}
         live = module_state(path, module)
         computed = made_on_request(path, module, live)
-        given: dict[str, Any] = {}
-        for name, each in live.items():
+        to_load: dict[str, Any] = {}
+        for name, current in live.items():
             inner = f"{path}/{part(name)}"
             if name not in items:
                 self.missing.append(inner)
                 continue
             owner = extra_state_owner(module, name)
-            if isinstance(each, torch.Tensor) and (owner is None or self._fits(inner, each, items[name])):
-                self._fill_tensor(inner, each, items[name])
-                value = each
+            if isinstance(current, torch.Tensor) and (owner is None or self._fits(inner, current, items[name])):
+                self._fill_tensor(inner, current, items[name])
+                value = current
             else:
                 self.wanted |= {inner, *leaves(inner, items[name])}
                 value = decoded(inner, items[name], self._new)
             if owner is not None:
                 self._then(owner.set_extra_state, value)
             else:
-                given[name] = value
-        if computed & given.keys():  # filling what a state_dict made does not change the module
-            self._then(partial(give_state, path, module), given)
+                to_load[name] = value
+        if computed & to_load.keys():  # filling what a state_dict made does not change the module
+            self._then(partial(give_state, path, module), to_load)
 
     def _fill_optimizer(self, path: str, optimizer: Optimizer, node: Node) -> None:
         items = fields(node) or {}
@@ -222,26 +222,26 @@ class Match:
             return
         on_device = bool(group.get("capturable") or group.get("fused"))
         state: dict[Any, Any] = {}
-        if not live and any(fields(each) for each in (fields(node) or {}).values()):
+        if not live and any(fields(leaf) for leaf in (fields(node) or {}).values()):
             live = probed_state(optimizer, group, parameter)
-        for key, each in (fields(node) or {}).items():
+        for key, leaf in (fields(node) or {}).items():
             inner, old = f"{path}/{part(key)}", live.get(key)
-            if isinstance(each, dict) and "tensor" in each:
-                shape = self._shape(inner, each["tensor"])
-                dtype = getattr(torch, each["tensor"])
+            if isinstance(leaf, dict) and "tensor" in leaf:
+                shape = self._shape(inner, leaf["tensor"])
+                dtype = getattr(torch, leaf["tensor"])
                 if not isinstance(old, torch.Tensor) or old.dtype != dtype:
                     if shape == whole_shape(parameter):
                         old = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         device = parameter.device if shape or on_device else torch.device("cpu")
                         old = torch.zeros(shape or (), dtype=dtype, device=device)
-                self._fill_tensor(inner, shard_like(inner, old, parameter), each)
+                self._fill_tensor(inner, shard_like(inner, old, parameter), leaf)
                 state[key] = old
             elif isinstance(old, torch.Tensor) and inner_tensors(old) is not None:
-                self._fill_tensor(inner, old, each)
+                self._fill_tensor(inner, old, leaf)
                 state[key] = old
             else:
-                state[key] = decoded(inner, each, self._new)
+                state[key] = decoded(inner, leaf, self._new)
         self._then(partial(optimizer.state.__setitem__, parameter), state)
 
     def _fill_stateful(self, path: str, target: Any, node: Node) -> None:
@@ -249,11 +249,11 @@ class Match:
         self.wanted |= {path, *leaves(path, node)}
         live = shown_tensors(path, target, node)
 
-        def array(inner: str, each: Node) -> Any:
+        def array(inner: str, leaf: Node) -> Any:
             tensor = live.get(inner)
-            if tensor is None or not self._fits(inner, tensor, each):
-                return self._new(inner, each)
-            self._fill_tensor(inner, tensor, each)
+            if tensor is None or not self._fits(inner, tensor, leaf):
+                return self._new(inner, leaf)
+            self._fill_tensor(inner, tensor, leaf)
             return tensor
 
         self._then(target.load_state_dict, decoded(path, node, array))
@@ -280,7 +280,7 @@ class Match:
         if isinstance(node, dict) and "dict" in node:
             self.wanted.update(leaves(path, node))
         local = local_of(tensor)
-        stored = held(path, tensor, local)
+        stored = held_of(path, tensor, local)
         strides = local.stride()
         if 0 in strides and any(size > 1 and not by for size, by in zip(local.shape, strides, strict=True)):
             self.faults.append(f"{path}: its elements here share memory, as those of an expanded tensor; clone() it")
@@ -300,18 +300,18 @@ class Match:
             self.ties.append(Tie((path, first), (name, self._name(path)), [each.box for each in stored.parts]))
 
     def _read(self, name: str, local: torch.Tensor, stored: Held) -> None:
-        for each in stored.parts:
+        for box_part in stored.parts:
             if stored_dtype(local.dtype) is not None:
-                live = region(local, each)
+                live = region(local, box_part)
                 data = live if live.is_contiguous() else torch.empty_like(live, memory_format=torch.contiguous_format)
                 if data is not live:
                     self._copies.append((live, data))
             else:
                 shown = as_stored(torch.empty_like(local, memory_format=torch.contiguous_format))
-                data = torch.empty_like(region(shown, each), memory_format=torch.contiguous_format)
-                narrow = region(local.unsqueeze(-1), _but_last(each))
+                data = torch.empty_like(region(shown, box_part), memory_format=torch.contiguous_format)
+                narrow = region(local.unsqueeze(-1), _but_last(box_part))
                 self._copies.append((narrow, data.view(local.dtype)))
-            self.pieces.append(Piece(name, each.box, 0, data.numel(), data))
+            self.pieces.append(Piece(name, box_part.box, 0, data.numel(), data))
 
     def _new(self, path: str, node: Node) -> Callable[[], Any]:
         """Return a function that makes the tensor or array that a path holds, once it is read."""
@@ -334,7 +334,7 @@ def _tuple_with(items: tuple[Any, ...], values: Mapping[int, Callable[[], Any]])
     return tuple(values[number]() if number in values else each for number, each in enumerate(items))
 
 
-def _but_last(each: Part) -> Part:
+def _but_last(box_part: Part) -> Part:
     """Return a part of bytes as that of its elements, with a last dim of one."""
-    box = Box((*each.box.offset[:-1], 0), (*each.box.shape[:-1], 1))
-    return Part(box, (*each.at[:-1], 0))
+    box = Box((*box_part.box.offset[:-1], 0), (*box_part.box.shape[:-1], 1))
+    return Part(box, (*box_part.at[:-1], 0))

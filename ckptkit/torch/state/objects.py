@@ -174,10 +174,10 @@ def optimizer_state(path: str, optimizer: Optimizer, names: Mapping[int, str]) -
     return {"state": state, "param_groups": groups}
 
 
-def _of_shard(path: str, kept: Mapping[Any, Any], parameter: torch.Tensor) -> dict[Any, Any]:
+def _of_shard(path: str, state: Mapping[Any, Any], parameter: torch.Tensor) -> dict[Any, Any]:
     return {
         key: shard_like(f"{path}/{part(key)}", value, parameter) if isinstance(value, torch.Tensor) else value
-        for key, value in kept.items()
+        for key, value in state.items()
     }
 
 

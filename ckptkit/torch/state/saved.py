@@ -111,7 +111,7 @@ class Saved:
                 differ.add(number)
         return [ties[number] for number in sorted(differ)]
 
-    def _are_equal(self, wanted: Sequence[Piece]) -> bool:
+    def _are_equal(self, places: Sequence[Piece]) -> bool:
         """Return whether what is wanted has the same bytes, or is nothing; it is read."""
         tensors = self.root.tensors
         pieces = [
@@ -119,7 +119,7 @@ class Saved:
                 piece,
                 data=torch.empty(piece.stop - piece.start, dtype=getattr(torch, NAMES[tensors[piece.name].dtype])),
             )
-            for piece in wanted
+            for piece in places
         ]
         restore_from(self._reader, pieces, certify=False)
         return not pieces or torch.equal(*(piece.data.view(torch.uint8) for piece in pieces))

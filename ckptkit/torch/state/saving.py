@@ -101,30 +101,30 @@ class SavePlanner:
 
     def _named(self, entries: Mapping[str, Entry], varied: set[str], owners: Owners) -> dict[str, Leaf]:
         """Return this rank's tensors by the names that they are stored under."""
-        rank, found = self._exchange.rank, dict[str, Leaf]()
+        rank, named = self._exchange.rank, dict[str, Leaf]()
         for key, entry in entries.items():
             if key in varied and owners[key][rank] != rank:
                 continue  # another rank has the same
             base = base_of(key, owners[key][rank] if key in varied else None)
-            found |= {base + path[len(part(key)) :]: leaf for path, leaf in entry.leaves.items()}
-        return found
+            named |= {base + path[len(part(key)) :]: leaf for path, leaf in entry.leaves.items()}
+        return named
 
     def _agree(self, key: object, leaves: Mapping[str, Leaf], num_bytes: int) -> Structure:
         rank = self._exchange.rank
-        mine = [_row(name, leaf) for name, leaf in leaves.items()]
+        own_rows = [_row(name, leaf) for name, leaf in leaves.items()]
         if num_bytes:
             whole = Box((0,), (num_bytes,))
-            mine.append(Row(f"{STATE_NAME}{rank}", "U8", (num_bytes,), (whole,), False, ""))
-        rows = [mine] if self._exchange.size == 1 else self._rows_of_all(mine)
+            own_rows.append(Row(f"{STATE_NAME}{rank}", "U8", (num_bytes,), (whole,), False, ""))
+        rows = [own_rows] if self._exchange.size == 1 else self._rows_of_all(own_rows)
         table = table_of(rows)
         shares = shares_of(rank, rows, table)
-        return Structure(key, table, shares, {row.name: row for row in mine})
+        return Structure(key, table, shares, {row.name: row for row in own_rows})
 
-    def _rows_of_all(self, mine: list[Row]) -> list[list[Row]]:
+    def _rows_of_all(self, own_rows: list[Row]) -> list[list[Row]]:
         """Return the rows of every rank; of those that say the same they are made once."""
-        packed = zlib.compress(json.dumps([row.to_json() for row in mine]).encode(), 1)
+        packed = zlib.compress(json.dumps([row.to_json() for row in own_rows]).encode(), 1)
         heard = agreed(self._exchange, lambda: packed)
-        known = {packed: mine}
+        known = {packed: own_rows}
         for each in heard:
             if each not in known:
                 known[each] = [Row.from_json(row) for row in json.loads(zlib.decompress(each))]
@@ -165,15 +165,15 @@ def _digest(entries: Mapping[str, Entry]) -> int:
     It is compared with those of earlier saves of this process alone.
     """
     return hash(tuple([
-        (key, path, leaf.held, leaf.is_equal, leaf.same_as)
+        (key, path, leaf.stored, leaf.is_equal, leaf.same_as)
         for key, entry in entries.items()
         for path, leaf in entry.leaves.items()
     ]))  # fmt: skip
 
 
 def _row(name: str, leaf: Leaf) -> Row:
-    boxes = tuple(each.box for each in leaf.held.parts)
-    return Row(name, leaf.held.dtype, leaf.held.shape, boxes, leaf.is_equal, leaf.same_as)
+    boxes = tuple(each.box for each in leaf.stored.parts)
+    return Row(name, leaf.stored.dtype, leaf.stored.shape, boxes, leaf.is_equal, leaf.same_as)
 
 
 def _pieces(
@@ -192,7 +192,7 @@ def _pieces(
             flat[at] = tree
         elif at not in flat:
             with torch.no_grad():
-                flat[at] = flat_of(region(as_stored(leaf.local), leaf.held.parts[share.number]))
+                flat[at] = flat_of(region(as_stored(leaf.local), leaf.stored.parts[share.number]))
             if leaf.is_late:
                 late[share.name] = leaf.tensor
         pieces.append(Piece(share.name, box, share.start, share.stop, flat[at][share.start : share.stop]))
@@ -201,7 +201,7 @@ def _pieces(
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics as plain numbers; UserError for what is not a number."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     if not isinstance(metrics, Mapping):
         raise UserError(f"metrics are a dict of numbers, not {metrics!r}", hint='metrics={"val_loss": 2.1}')
     for name, value in metrics.items():
@@ -211,5 +211,5 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if type(name) is not str or name == METADATA or not isinstance(number, Real):
             text = f"the metric {name!r} is {value!r}, not a number under a name of its own"
             raise UserError(text, hint='metrics={"val_loss": 2.1}')
-        found[name] = number if isinstance(number, bool | int) else float(number)
-    return found
+        numbers[name] = number if isinstance(number, bool | int) else float(number)
+    return numbers

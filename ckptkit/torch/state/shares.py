@@ -96,15 +96,15 @@ def shares_of(rank: int, rows_by_rank: Sequence[Sequence[Row]], table: Iterable[
             rows.setdefault(row.name, row)
             for box in row.boxes if row.name not in tied else ():
                 holders.setdefault((row.name, box), []).append(number)
-    mine = {(row.name, box): number for row in rows_by_rank[rank] for number, box in enumerate(row.boxes)}
+    numbers = {(row.name, box): number for row in rows_by_rank[rank] for number, box in enumerate(row.boxes)}
     buckets: dict[tuple[tuple[int, ...], int], list[tuple[str, Box]]] = {}
-    found = []
+    shares = []
     for key, ranks in holders.items():
         row = rows[key[0]]
         if row.is_equal and len(ranks) > 1:
             buckets.setdefault((tuple(ranks), ITEMSIZE[row.dtype]), []).append(key)
         elif ranks[0] == rank:
-            found.append(Share(key[0], mine[key], 0, key[1].numel))
+            shares.append(Share(key[0], numbers[key], 0, key[1].numel))
     for (ranks_of, itemsize), keys in buckets.items():
         if rank not in ranks_of:
             continue
@@ -112,5 +112,5 @@ def shares_of(rank: int, rows_by_rank: Sequence[Sequence[Row]], table: Iterable[
         offsets, total = bucket_offsets(numels, itemsize)
         interval = shard_interval(total, len(ranks_of), ranks_of.index(rank), itemsize)
         for number, start, stop in overlaps(np.array(offsets), np.array(numels), *interval).tolist():
-            found.append(Share(keys[number][0], mine[keys[number]], start, stop))
-    return found
+            shares.append(Share(keys[number][0], numbers[keys[number]], start, stop))
+    return shares

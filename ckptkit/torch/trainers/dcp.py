@@ -195,19 +195,19 @@ class DcpReader(StorageReader):
         self._run, root = (run, step), run.root(step)
         self._root = root
         self._state = DcpState.of(root.metadata, f"{run.url}/{step_folder(step)}") or DcpState()
-        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, info in root.tensors.items():
             if name in self._state.blobs:
-                found[name] = BytesStorageMetadata()
+                entries[name] = BytesStorageMetadata()
                 continue
             is_bytes = name in self._state.dtypes
             dtype = getattr(torch, self._state.dtypes[name]) if is_bytes else TORCH_DTYPES[info.dtype]
             shape = torch.Size(info.shape[:-1] if is_bytes else info.shape)
             chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-            found[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [chunk])
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [chunk])
         paths = self._state.paths
-        planner_data = None if paths is None else {name: paths.get(name, (name,)) for name in found}
-        return Metadata(found, planner_data=planner_data)
+        planner_data = None if paths is None else {name: paths.get(name, (name,)) for name in entries}
+        return Metadata(entries, planner_data=planner_data)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is to be set up."""
@@ -276,13 +276,13 @@ def _place(item: ReadItem, live: torch.Tensor, info: TensorInfo, dtype: str | No
 
 def _piece(item: WriteItem, planner: SavePlanner) -> tuple[TensorInfo, Piece]:
     """Return the tensor that an item is of, and its memory: the live one, or a copy of what is not contiguous."""
-    name, found = item.index.fqn, planner.resolve_data(item)
+    name, data = item.index.fqn, planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
-        assert isinstance(found, io.BytesIO), "what DCP pickles"
-        blob = torch.frombuffer(bytearray(found.getbuffer()), dtype=torch.uint8)
+        assert isinstance(data, io.BytesIO), "what DCP pickles"
+        blob = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
         return TensorInfo(name, "U8", (len(blob),), WHOLE_STATE), Piece.whole(name, Box((0,), (len(blob),)), blob)
-    assert isinstance(found, torch.Tensor) and item.tensor_data is not None, "a tensor"  # noqa: PT018
-    live, chunk = found.detach(), item.tensor_data.chunk
+    assert isinstance(data, torch.Tensor) and item.tensor_data is not None, "a tensor"  # noqa: PT018
+    live, chunk = data.detach(), item.tensor_data.chunk
     info, box = _info(name, live.dtype, item.tensor_data.size), Box(tuple(chunk.offsets), tuple(chunk.sizes))
     if _name(live.dtype) not in STORED:
         box = Box((*box.offset, 0), (*box.shape, live.element_size()))
@@ -292,13 +292,13 @@ def _piece(item: WriteItem, planner: SavePlanner) -> tuple[TensorInfo, Piece]:
 def _described(metadata: Metadata, sizes: Mapping[str, int]) -> tuple[list[TensorInfo], DcpState]:
     """Return DCP's metadata as a tensor table and what that leaves out; `sizes` are those of pickled values."""
     tensors, dtypes, blobs = list[TensorInfo](), dict[str, str](), set[str]()
-    for name, found in metadata.state_dict_metadata.items():
-        if isinstance(found, BytesStorageMetadata):
+    for name, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, BytesStorageMetadata):
             blobs.add(name)
             tensors.append(TensorInfo(name, "U8", (sizes[name],), WHOLE_STATE))
             continue
-        dtype = found.properties.dtype
-        tensors.append(_info(name, dtype, found.size))
+        dtype = stored.properties.dtype
+        tensors.append(_info(name, dtype, stored.size))
         if _name(dtype) not in STORED:
             dtypes[name] = _name(dtype)
     return tensors, DcpState(_paths(metadata.planner_data), frozenset(blobs), dtypes)

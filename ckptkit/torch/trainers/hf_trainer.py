@@ -153,12 +153,12 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._trainer = trainer
 
     def _load(
-        self, ours: Callable[[], None], theirs: Callable[..., Any], checkpoint: Any, *rest: Any, **named: Any
+        self, fill: Callable[[], None], load: Callable[..., Any], checkpoint: Any, *rest: Any, **named: Any
     ) -> Any:
         """Read the run, if the folder is the one that `resume` made; else what the Trainer reads."""
         if self._resumed is not None and checkpoint == self._resumed[0].name:
-            return ours()
-        return theirs(checkpoint, *rest, **named)
+            return fill()
+        return load(checkpoint, *rest, **named)
 
     def _fill(self) -> None:
         self._fill_with(self._objects())
@@ -194,12 +194,12 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._own_places = run.own_places()
         self._has_surplus = bool(trainer.args.save_total_limit and self._own_places)
 
-    def _load_best(self, theirs: Callable[[], None]) -> None:
+    def _load_best(self, load: Callable[[], None]) -> None:
         """Load the weights of the best step, as the Trainer does at the end; the last ones stay if it is not there."""
         best = self._trainer.state.best_model_checkpoint
         step = split_address(best)[1]
         if step is None:  # a folder of the Trainer's own, which the training went on from
-            theirs()
+            load()
             return
         run = self._opened()
         try:
@@ -217,19 +217,19 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if limit <= 0 or self._options.retention.has_rules:
             return
         best = split_address(state.best_model_checkpoint)[1] if state.best_model_checkpoint else None
-        run, held = self._opened(), set[int]()
+        run, copied = self._opened(), set[int]()
         for place in self._own_places:
             try:
                 steps = [listed.step for listed in listed_steps(place.storage) if listed.root and not listed.is_pinned]
                 surplus = beyond_limit(steps, limit, best)
                 if at_end and limit == 1 and best in steps:
                     surplus = [step for step in steps if step != best]
-                held |= run.copied_steps.intersection(surplus)
-                if going := [step for step in surplus if step not in held and step != run.whole_step]:
+                copied |= run.copied_steps.intersection(surplus)
+                if going := [step for step in surplus if step not in copied and step != run.whole_step]:
                     place.remove(*going, newest_too=True)
             except (StorageError, UserError) as error:
                 log(f"warning: older steps of {place.url} were not removed: {error}")
-        self._held, self._has_surplus = held, bool(held)
+        self._held, self._has_surplus = copied, bool(copied)
 
     def _objects(self) -> dict[str, Any]:
         trainer = self._trainer

@@ -131,14 +131,14 @@ class NamedRun:
         return self._newest if self._opened is not None and self._opened.is_saving else None
 
     def _settle(self) -> list[str]:
-        steps, kept = self.names.settle(self._is_committed, self._running())
+        steps, staying = self.names.settle(self._is_committed, self._running())
         copied = self.run.copied_steps
         going = {*steps, *self._nameless} - self.names.steps()
         self._nameless = going & copied
         for step in sorted(going - copied):
             self._remove(step)
         self.names.write()
-        return kept
+        return staying
 
     def _is_committed(self, step: int) -> bool:
         if step not in self._committed and self.run.is_committed(step):

@@ -56,7 +56,7 @@ class StepNames:
         Return the steps that lost their last name, and the names that stay although they were dropped: the save that
         was to take their place failed.
         """
-        before, kept = self.steps(), list[str]()
+        before, staying = self.steps(), list[str]()
         for name, after in [*self._dropped.items()]:
             if after is not None and after == running:
                 continue
@@ -64,7 +64,7 @@ class StepNames:
             if after is None or is_committed(after):
                 del self._meanings[name]
             else:
-                kept.append(name)
+                staying.append(name)
         for name, meanings in [*self._meanings.items()]:
             past = [meaning for meaning in meanings if meaning[0] != running and is_committed(meaning[0])]
             left = [*past[-1:], *(meaning for meaning in meanings if meaning[0] == running)]
@@ -72,7 +72,7 @@ class StepNames:
             if not left:
                 del self._meanings[name]
                 self._dropped.pop(name, None)
-        return sorted(before - self.steps()), kept
+        return sorted(before - self.steps()), staying
 
     def write(self) -> None:
         """Keep the names in the run, if they changed."""

@@ -124,5 +124,5 @@ def test_a_wrapper_inside_a_dtensor_is_refused_with_a_way_out(monkeypatch: pytes
     halves, outer = Halves(torch.ones(2, 3), torch.ones(2, 3)), torch.ones(2, 3)
     monkeypatch.setattr(boxes, "is_dtensor", lambda tensor: tensor is outer)
     with pytest.raises(UserError, match="m/w is a DTensor of a Halves, which wraps other tensors") as caught:
-        boxes.held("m/w", outer, halves)
+        boxes.held_of("m/w", outer, halves)
     assert "save the model before quantize_(model, ...)" in str(caught.value.hint)
