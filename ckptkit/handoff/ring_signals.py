@@ -71,7 +71,8 @@ class RingSignals:
 
     def __init__(self, fds: Sequence[int] | None = None) -> None:
         """Make new ones, or open those behind the descriptors of another process' RingSignals."""
-        self.staged, self.released, self.stop = map(Signal, fds) if fds else (Signal(), Signal(), Signal())
+        self._signals = [Signal(fd) for fd in fds or (None, None, None)]
+        self.staged, self.released, self.stop = self._signals
 
     @property
     def fds(self) -> list[int]:
@@ -86,7 +87,3 @@ class RingSignals:
         """Close this process' descriptors."""
         for signal in self._signals:
             signal.close()
-
-    @property
-    def _signals(self) -> list[Signal]:
-        return [self.staged, self.released, self.stop]

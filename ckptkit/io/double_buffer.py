@@ -3,7 +3,6 @@
 import mmap
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from itertools import islice
 from typing import TypeVar
 
@@ -16,15 +15,14 @@ R = TypeVar("R")
 Load = Callable[[int, Bytes], None]  # fills a block with the bytes of a file from an offset on
 
 
-def ahead(make: Callable[[T], R], items: Iterable[T]) -> Generator[R]:
-    """Yield what is made of each item in turn, on a thread and while the one before is used."""
-    with ThreadPoolExecutor(1) as pool:
-        rest = iter(items)
-        making = [pool.submit(make, item) for item in islice(rest, 1)]
-        while making:
-            made = making.pop().result()
-            making += [pool.submit(make, item) for item in islice(rest, 1)]
-            yield made
+def ahead(make: Callable[[T], R], items: Iterable[T], pool: ThreadPoolExecutor) -> Generator[R]:
+    """Yield what is made of each item in turn, on a thread of a pool and while the one before is used."""
+    rest = iter(items)
+    making = [pool.submit(make, item) for item in islice(rest, 1)]
+    while making:
+        made = making.pop().result()
+        making += [pool.submit(make, item) for item in islice(rest, 1)]
+        yield made
 
 
 def double_buffered(
@@ -42,7 +40,7 @@ def double_buffered(
         load(start, block)
         return block
 
-    with closing(ahead(loaded, range(0, size_bytes, block_bytes))) as blocks:
-        for block in blocks:
+    with ThreadPoolExecutor(1) as pool:
+        for block in ahead(loaded, range(0, size_bytes, block_bytes), pool):
             yield np.array([(block.ctypes.data, len(block))], np.uint64)
             progress(len(block))

@@ -77,10 +77,11 @@ class LoadSums:
         is_wrong[whole] |= ~np.array(are_equal, bool)
         if is_wrong.any():
             names = [self._tensors[number].name for number in np.flatnonzero(is_wrong).tolist()]
-            text = (
-                f"what was read of {url} is not equal to what was saved, by the certificate of the save:{listed(names)}"
+            raise CheckFailed(
+                f"what was read of {url} is not equal to what was saved, by the certificate of the save:"
+                f"{listed(names)}",
+                hint=f"ckptkit verify {quoted(url)}",
             )
-            raise CheckFailed(text, hint=f"ckptkit verify {quoted(url)}")
         return sum(are_equal)
 
 

@@ -6,12 +6,14 @@ next window is read. Memory: two windows, what is sent of one and what comes in,
 (or a granule a rank, past 64 of them).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from ckptkit.io.blocks import GRANULE_BYTES, Bytes, copy_many, place
+from ckptkit.io.double_buffer import ahead
 from ckptkit.loading.chunk_source import ChunkSource, reading_threads
 from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.load_sums import LoadSums, fetching
@@ -67,12 +69,9 @@ class _Reading:
         most = max((count(runs) for runs in own), default=0) * GRANULE_BYTES
         buffers = [np.empty(most, np.uint8) for _ in rounds[:2]]  # nobody needs a round's once the next one begins
         with reading_threads(1, self._source) as pool:
-            ahead = [pool.submit(self._read_window, runs, memory) for runs, memory in zip(own[:1], buffers)]
-            for number, windows in enumerate(rounds):
-                memory = on_all(self._exchange, ahead.pop().result)
-                if number + 1 < len(rounds):
-                    ahead.append(pool.submit(self._read_window, own[number + 1], buffers[(number + 1) % 2]))
-                self._share(windows, memory)
+            reads = ahead(partial(self._read_window, own, buffers), range(len(rounds)), pool)
+            for windows in rounds:
+                self._share(windows, on_all(self._exchange, lambda: next(reads)))
 
     def _share(self, windows: list[Runs], memory: Bytes) -> None:
         """Give the others what they want of one's own window, and take what one wants of theirs."""
@@ -85,9 +84,10 @@ class _Reading:
         runs = [self._line.bytes_of(common(window, self._wanted[own])) for window in windows]
         on_all(self._exchange, lambda: self._place(runs, arrived))
 
-    def _read_window(self, runs: Runs, memory: Bytes) -> Bytes:
-        """Return the bytes of runs of granules, verified, at the begin of some memory."""
-        reads, offset = self._line.reads(runs)
+    def _read_window(self, windows: Sequence[Runs], buffers: Sequence[Bytes], number: int) -> Bytes:
+        """Return the bytes of a window's runs of granules, verified, at the begin of its one of two buffers."""
+        memory = buffers[number % 2]
+        reads, offset = self._line.reads(windows[number])
         self._source.fetch(reads, memory.ctypes.data + offset)
         return memory[: int(reads.size.sum())]
 

@@ -115,8 +115,8 @@ class _Lane:
 
     def close(self) -> None:
         """Let go of the buffers."""
+        self.wait()
         for _, transfer in self._buffers:
-            transfer.wait()
             transfer.unlock()
 
 

@@ -250,8 +250,8 @@ class _Rewriting:
         striper.prepare(self._storage, f"{self._folder}/{self._targets[0].keys[0]}", largest, len(self._targets))
         loader = Loader(self._source, self.left)
         done = 0
-        with contextlib.closing(ahead(loader.load, batches)) as loaded:  # ends its thread before files are removed
-            for areas in loaded:
+        with ThreadPoolExecutor(1) as pool:  # whose thread ends before files are removed
+            for areas in ahead(loader.load, batches, pool):
                 done += writer.append(areas)
                 progress(done)
         writer.finish(self.left)

@@ -25,8 +25,10 @@ def pin(storage: Storage, step: int, note: str = "") -> None:
     except UnicodeEncodeError:
         raise UserError(f"the note {note!r} is not UTF-8", hint="--note 'a text in UTF-8'") from None
     if num_bytes > MAX_NOTE_BYTES:
-        text = f"a note of {num_bytes:,} bytes is too long, {MAX_NOTE_BYTES:,} fit"
-        raise UserError(text, hint="put the text elsewhere and its address into --note")
+        raise UserError(
+            f"a note of {num_bytes:,} bytes is too long, {MAX_NOTE_BYTES:,} fit",
+            hint="put the text elsewhere and its address into --note",
+        )
     key = pin_key(step)
     was_pinned = storage.info(key) is not None
     document = {"note": note, "pinned_at": utc_text(time.time())}

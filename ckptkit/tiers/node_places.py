@@ -79,8 +79,10 @@ class NodePlaces:
         run = self.runs[0]
         for name in names if self.leads else ():
             if name != self.node.name and run.storage.info(_mark(token, name)) is not None:
-                text = f"{run.url} is one folder of the nodes {self.node.name} and {name}, and is to be each one's own"
-                raise UserError(text, hint="a disk of the node; of a place that all nodes share leave {node} out")
+                raise UserError(
+                    f"{run.url} is one folder of the nodes {self.node.name} and {name}, and is to be each one's own",
+                    hint="a disk of the node; of a place that all nodes share leave {node} out",
+                )
 
     def _found(self, find: Callable[[Run], Iterable[T]]) -> Iterator[tuple[int, T]]:
         """Yield what is found in each place with the place's number; nothing of a replica that cannot be reached."""
@@ -141,9 +143,9 @@ def _first_rank(exchange: Exchange) -> int:
     """Return the first rank of this node; of a process alone it is that one, whatever started it."""
     number = os.environ.get(LOCAL_RANK, "") if exchange.size > 1 else "0"
     if not number.isdecimal() or int(number) > exchange.rank:
-        text = f"rank {exchange.rank} of {exchange.size} does not know which ranks its node has: {LOCAL_RANK}={number}"
         raise UserError(
-            text, hint="start the program with torchrun, or pass CheckpointerOptions(node=ckptkit.Node(...))"
+            f"rank {exchange.rank} of {exchange.size} does not know which ranks its node has: {LOCAL_RANK}={number}",
+            hint="start the program with torchrun, or pass CheckpointerOptions(node=ckptkit.Node(...))",
         )
     return exchange.rank - int(number)
 
@@ -152,9 +154,13 @@ def _fitting(described: list[tuple[str, int]], exchange: Exchange, node: Node | 
     nodes = nodes_of([name for name, _ in described], [first for _, first in described])
     own, name = nodes[exchange.rank], described[exchange.rank][0]
     if node is None and name != own.name:
-        text = f"rank {exchange.rank} is on node {name}, among the ranks of {own.name}"
-        raise UserError(text, hint="number the ranks node by node, as torchrun does")
+        raise UserError(
+            f"rank {exchange.rank} is on node {name}, among the ranks of {own.name}",
+            hint="number the ranks node by node, as torchrun does",
+        )
     if node not in (None, own):
-        text = f"rank {exchange.rank} of {exchange.size} is on {node}, by what all ranks say it is on {own}"
-        raise UserError(text, hint=f"CheckpointerOptions(node=ckptkit.{own})")
+        raise UserError(
+            f"rank {exchange.rank} of {exchange.size} is on {node}, by what all ranks say it is on {own}",
+            hint=f"CheckpointerOptions(node=ckptkit.{own})",
+        )
     return nodes

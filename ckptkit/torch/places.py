@@ -102,8 +102,10 @@ class Places:
         ))  # fmt: skip
         root = read_root(storage, step, exchange)
         if root.share is not None:
-            text = f"step {step} of {storage.url} holds the files of {root.share.count} of {root.share.of} writers"
-            raise UserError(text, hint=f"load from a place that all nodes share, or write {NODE} for the node's name")
+            raise UserError(
+                f"step {step} of {storage.url} holds the files of {root.share.count} of {root.share.of} writers",
+                hint=f"load from a place that all nodes share, or write {NODE} for the node's name",
+            )
         with CheckpointReader(storage, step, root=root) as reader:
             return work(reader)
 
@@ -191,11 +193,15 @@ def _node_tiers(url: str, options: CheckpointerOptions) -> Tiers | None:
         raise UserError(f"{replicas[0].url} is of one node, and {url} is one place for all nodes", hint=hint)
     for tier in replicas:
         if options.node is None and not (NODE in tier.url and PEER in tier.url):
-            text = f"{tier.url}: of the slower tiers only a replica is of one node, and it names {PEER} and {NODE}"
-            raise UserError(text, hint=hint)
+            raise UserError(
+                f"{tier.url}: of the slower tiers only a replica is of one node, and it names {PEER} and {NODE}",
+                hint=hint,
+            )
         if tier.every or tier.retention.has_rules:
-            text = f"{tier.url} is a replica, which takes every save and keeps the steps that the first tier keeps"
-            raise UserError(text, hint=f'Tier("{tier.url}")')
+            raise UserError(
+                f"{tier.url} is a replica, which takes every save and keeps the steps that the first tier keeps",
+                hint=f'Tier("{tier.url}")',
+            )
     if len(replicas) > 1:
         raise UserError(f"{replicas[0].url} and {replicas[1].url} are two replicas", hint="leave one out")
     slower = tuple(tier for tier in options.tiers if tier not in replicas)

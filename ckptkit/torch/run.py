@@ -58,8 +58,10 @@ class Run(AnyRun, Closing):
     ) -> None:  # fmt: skip
         super().__init__(url)
         if not isinstance(options, CheckpointerOptions):
-            text = f"options of a run are CheckpointerOptions, not {type(options).__name__}"
-            raise UserError(text, hint=f"Run({self.url!r}, ckptkit.CheckpointerOptions())")
+            raise UserError(
+                f"options of a run are CheckpointerOptions, not {type(options).__name__}",
+                hint=f"Run({self.url!r}, ckptkit.CheckpointerOptions())",
+            )
         self._places = Places(self.url, options)
         self.url = self._places.own_url
         if exchange is not None and not hasattr(exchange, "all_gather"):
@@ -317,13 +319,14 @@ class Run(AnyRun, Closing):
     def _check(self, step: int, state: State, *, overlap: bool) -> None:
         """Raise UserError for arguments that no save can have."""
         if self.named is not None:
-            text = f"{self.url} is saved to as a run, not as its step {self.named}"
-            raise UserError(text, hint=f"Run({self.url!r})")
+            raise UserError(f"{self.url} is saved to as a run, not as its step {self.named}", hint=f"Run({self.url!r})")
         check_keys(state)
         check_step(step)
         if self._ended is not None and self._ended.num_failed >= self._options.max_failed_saves:
-            text = f"{self._ended.num_failed} saves in a row failed, the last: {self._ended.last_error}"
-            raise StorageError(text, hint=f"safe steps: ckptkit ls {quote(self.url)}")
+            raise StorageError(
+                f"{self._ended.num_failed} saves in a row failed, the last: {self._ended.last_error}",
+                hint=f"safe steps: ckptkit ls {quote(self.url)}",
+            )
         if overlap and not optimizers_in(state):
             raise UserError(
                 "overlap=True waits for the copies in an optimizer's step, and the state has no optimizer",

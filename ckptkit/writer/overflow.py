@@ -140,8 +140,9 @@ def _saved_elsewhere(order: SaveOrder, write: Callable[[Seat], object], failure:
             open_storage(overflow.url).write(key, b"")
         write(overflow)
     except StorageError as error:
-        what = f"{failure.message}; nor did the next tier take it: {error.message}"
-        raise StorageError(what, hint=failure.hint or error.hint) from error
+        raise StorageError(
+            f"{failure.message}; nor did the next tier take it: {error.message}", hint=failure.hint or error.hint
+        ) from error
     with suppress(StorageError):
         open_storage(overflow.url).delete(marks)
     return overflow, HAS_ANOTHER if isinstance(failure, AlreadyExists) else HAS_NO_ROOM

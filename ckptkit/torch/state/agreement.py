@@ -58,8 +58,10 @@ def agree_on_load(exchange: Exchange, state: State, asked: dict[str, Any]) -> No
     for name in asked:
         found = list(dict.fromkeys(each[name] for each in heard))
         if len(found) > 1:
-            text = f"ranks load with different values of {name}: {', '.join(map(str, found))}"
-            raise UserError(text, hint="let all ranks call load with the same arguments")
+            raise UserError(
+                f"ranks load with different values of {name}: {', '.join(map(str, found))}",
+                hint="let all ranks call load with the same arguments",
+            )
 
 
 def compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -> LoadReport:

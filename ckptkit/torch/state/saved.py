@@ -52,8 +52,10 @@ class Saved:
                 hint=f"see what it holds: ckptkit inspect {quote(reader.url)}",
             )
         if described.get("version") != VERSION:
-            text = f"{reader.url} has state of version {described.get('version')!r}, this program reads {VERSION}"
-            raise UserError(text, hint=NEWER)
+            raise UserError(
+                f"{reader.url} has state of version {described.get('version')!r}, this program reads {VERSION}",
+                hint=NEWER,
+            )
         self.url, self.root = reader.url, root
         self.world_size = int(described["world_size"])
         self._owners: Mapping[str, list[int | None]] = described["owners"]

@@ -209,7 +209,9 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"the metric {name!r} is an int of {value.bit_length():,} bits", hint="float(value)")
         number = value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value
         if type(name) is not str or name == METADATA or not isinstance(number, Real):
-            text = f"the metric {name!r} is {value!r}, not a number under a name of its own"
-            raise UserError(text, hint='metrics={"val_loss": 2.1}')
+            raise UserError(
+                f"the metric {name!r} is {value!r}, not a number under a name of its own",
+                hint='metrics={"val_loss": 2.1}',
+            )
         numbers[name] = number if isinstance(number, bool | int) else float(number)
     return numbers

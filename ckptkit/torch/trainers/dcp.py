@@ -84,8 +84,10 @@ class DcpWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse a save whose ranks write checkpoints of their own."""
         if not kwargs.get("use_collectives", True):
-            text = "a save without collectives makes a checkpoint a rank, which no run holds"
-            raise UserError(text, hint="leave use_collectives out")
+            raise UserError(
+                "a save without collectives makes a checkpoint a rank, which no run holds",
+                hint="leave use_collectives out",
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Raise UserError, before anything is written, for what a step cannot hold."""
@@ -115,16 +117,14 @@ class DcpWriter(StorageWriter):
         """Write this rank's items, durable when it returns."""
         started = time.monotonic()
         storage, step = self._opened()
-        tensors, pieces, results = [], [], []
-        for item in plan.items:
-            info, piece = _piece(item, planner)
-            tensors.append(info)
-            pieces.append(piece)
-            size_bytes = piece.data.numel() * piece.data.element_size()
-            results.append(WriteResult(index=item.index, size_in_bytes=size_bytes, storage_data=None))
-        table = {info.name: info for info in tensors}  # a tensor may have several chunks
+        chunks = [_piece(item, planner) for item in plan.items]
+        table = {info.name: info for info, _ in chunks}  # a tensor may have several
         target = StepTarget(storage, Seat(storage.address, step, **plan.storage_data))
-        write_pieces(target, pieces, list(table.values()), None, awaits_commit=False)
+        write_pieces(target, [piece for _, piece in chunks], list(table.values()), None, awaits_commit=False)
+        results = [
+            WriteResult(index=item.index, size_in_bytes=piece.data.nbytes, storage_data=None)
+            for item, (_, piece) in zip(plan.items, chunks, strict=True)
+        ]
         self._write_s = time.monotonic() - started
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -155,8 +155,10 @@ class DcpWriter(StorageWriter):
             raise UserError("DcpWriter has no URL", hint='DcpWriter("runs/a/step-000000100")')
         storage, step = open_address(self._url)
         if step is None:
-            text = f"{self._url} is a run, and a save is one step of it"
-            raise UserError(text, hint=f'DcpWriter(f"{storage.url}/step-{{step:09d}}")')
+            raise UserError(
+                f"{self._url} is a run, and a save is one step of it",
+                hint=f'DcpWriter(f"{storage.url}/step-{{step:09d}}")',
+            )
         return storage, check_step(step)
 
 
@@ -332,8 +334,10 @@ def _paths(planner_data: Any) -> dict[str, Any] | None:
     try:
         return {str(name): checked_path(path) for name, path in planner_data.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        text = f"the planner's data is not a path for each name, and nothing else is recorded: {error}"
-        raise UserError(text, hint="save with DCP's DefaultSavePlanner, or one that keeps its planner_data") from None
+        raise UserError(
+            f"the planner's data is not a path for each name, and nothing else is recorded: {error}",
+            hint="save with DCP's DefaultSavePlanner, or one that keeps its planner_data",
+        ) from None
 
 
 def _name(dtype: torch.dtype) -> str:

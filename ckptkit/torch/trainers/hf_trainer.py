@@ -147,7 +147,7 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             ("_load_from_checkpoint", lambda: None),  # the weights are filled with the optimizer's states
             ("_load_optimizer_and_scheduler", self._fill),
             ("_load_scaler", lambda: None),
-            ("_load_rng_state", self._set_random_states),
+            ("_load_rng_state", partial(self._fill_with, {"rng": True})),
         ):
             setattr(trainer, name, partial(self._load, replacement, getattr(trainer, name)))
         self._trainer = trainer
@@ -163,9 +163,6 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _fill(self) -> None:
         self._fill_with(self._objects())
 
-    def _set_random_states(self) -> None:
-        self._fill_with({"rng": True})
-
     def _fill_with(self, objects: dict[str, Any]) -> None:
         """Load what the step that training goes on from has of some objects."""
         assert self._resumed is not None, "called for the folder of resume alone"
@@ -178,8 +175,10 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer, state = self._trainer, self._trainer.state
         step = state.global_step
         if trial is not None:
-            text = f"a search of hyperparameters trains many times, and {self._url} holds one training"
-            raise UserError(text, hint='TrainingArguments(save_strategy="no") for the search')
+            raise UserError(
+                f"a search of hyperparameters trains many times, and {self._url} holds one training",
+                hint='TrainingArguments(save_strategy="no") for the search',
+            )
         if step in self._saved:
             return
         trainer.store_flos()
@@ -272,8 +271,10 @@ def _check(trainer: Any, options: CheckpointerOptions) -> None:
     """Raise UserError, by name, for what a Trainer does that a run cannot stand for."""
     args = trainer.args
     if missing := [name for name in REPLACED if not hasattr(trainer, name)]:
-        text = f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}"
-        raise UserError(text, hint="pip install -U transformers")
+        raise UserError(
+            f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}",
+            hint="pip install -U transformers",
+        )
     at_one = args.save_total_limit == 1
     folders = sorted(Path(args.output_dir).glob("checkpoint-*")) if at_one else []
     for is_meant, what, hint in (

@@ -72,8 +72,10 @@ class LightningCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         if storage_options is not None:
             raise UserError("LightningCheckpointIO takes no storage_options", hint="trainer.save_checkpoint(path)")
         if not {"global_step", "state_dict"} <= checkpoint.keys():
-            text = "LightningCheckpointIO saves checkpoints of lightning.pytorch.Trainer, which have a global_step"
-            raise UserError(text, hint="in a loop of Fabric, save by ckptkit.torch.Run")
+            raise UserError(
+                "LightningCheckpointIO saves checkpoints of lightning.pytorch.Trainer, which have a global_step",
+                hint="in a loop of Fabric, save by ckptkit.torch.Run",
+            )
         for loaded in [*self._runs.values()]:
             loaded.set_damaged_aside()
         step, name = int(checkpoint["global_step"]), _name_of(path)

@@ -99,6 +99,5 @@ class StepNames:
             hint = f"rm {quote(place)}" if local_root(storage) else f"remove {place}"
             raise CheckFailed(f"{place} is damaged, and no step with it", hint=hint) from None
         if version != VERSION:
-            text_of = f"{place} is of version {version!r}, this program reads {VERSION}"
-            raise UserError(text_of, hint=NEWER)
+            raise UserError(f"{place} is of version {version!r}, this program reads {VERSION}", hint=NEWER)
         return text

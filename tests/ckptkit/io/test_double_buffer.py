@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -38,11 +39,12 @@ def test_the_next_one_is_made_while_one_is_used_and_no_more() -> None:
         begun[number].set()
         return number
 
-    made = ahead(make, iter(range(3)))
-    assert next(made) == 0
-    assert begun[1].wait(60)
-    assert not begun[2].is_set()
-    assert list(made) == [1, 2]
+    with ThreadPoolExecutor(1) as pool:
+        made = ahead(make, iter(range(3)), pool)
+        assert next(made) == 0
+        assert begun[1].wait(60)
+        assert not begun[2].is_set()
+        assert list(made) == [1, 2]
 
 
 def test_a_failure_is_raised_where_its_block_is_taken() -> None:
