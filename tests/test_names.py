@@ -21,7 +21,7 @@ LOCAL_LINES = 5  # a local that is used over more lines than this has a name
 PRONOUNS_LEFT = {
     "threefold": 2,
     "datakit": 82,
-    "ckptkit": 109,
+    "ckptkit": 10,
     "trainer": 47,
     "tools": 0,
     "benchmarks": 36,
