@@ -15,8 +15,15 @@ from pathlib import Path
 from elftools.elf.elffile import ELFFile  # type: ignore[import-not-found]
 from elftools.elf.gnuversions import GNUVerNeedSection  # type: ignore[import-not-found]
 
-ALLOWED = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-aarch64.so.1",
-           "ld-linux-x86-64.so.2"}  # fmt: skip
+ALLOWED = {
+    "libc.so.6",
+    "libm.so.6",
+    "libdl.so.2",
+    "libpthread.so.0",
+    "librt.so.1",
+    "ld-linux-aarch64.so.1",
+    "ld-linux-x86-64.so.2",
+}
 
 
 def main(wheel: str, platform: str, folder: str) -> int:

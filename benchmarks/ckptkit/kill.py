@@ -120,8 +120,10 @@ class Place:
         run = self.run(command)
         swept = subprocess.run(
             [sys.executable, "-m", "ckptkit", "prune", run, "--orphans-older-than", "0s"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         faults = [] if swept.returncode == 0 else [f"prune: {swept.stderr.strip()}"]
         storage = open_storage(run)
         named = set[str]()

@@ -77,9 +77,15 @@ def fill(bucket: str, folder: Path, num_steps: int) -> None:
     info = TensorInfo("weight", "F32", (256,), Placement("first"))
     piece = Piece.whole(info.name, Box((0,), (256,)), np.zeros(256, np.float32))
     save(
-        str(folder / "one"), 0, [piece], tensors=[info], layout=ParallelLayout(), num_layers=1,
-        metadata={"tokens": 1, "loss": 2.5, "val_loss": 2.5}, attempt="a1",
-    )  # fmt: skip
+        str(folder / "one"),
+        0,
+        [piece],
+        tensors=[info],
+        layout=ParallelLayout(),
+        num_layers=1,
+        metadata={"tokens": 1, "loss": 2.5, "val_loss": 2.5},
+        attempt="a1",
+    )
     files = {path.relative_to(folder / "one").as_posix(): path.read_bytes() for path in (folder / "one").rglob("*.*")}
     saved = {name.partition("/")[2]: data for name, data in files.items()}
     root = Root.from_bytes(saved.pop("root.json"), "the saved step")

@@ -69,9 +69,13 @@ def gpt_state(*, hidden: int, num_layers: int, vocab: int = 32768, device: str =
     ]
     for layer in range(num_layers):
         cuts = {
-            "attn.q": (hidden, hidden), "attn.k": (hidden, hidden), "attn.v": (hidden, hidden),
-            "attn.out": (hidden, hidden), "mlp.up": (4 * hidden, hidden), "mlp.down": (hidden, 4 * hidden),
-        }  # fmt: skip
+            "attn.q": (hidden, hidden),
+            "attn.k": (hidden, hidden),
+            "attn.v": (hidden, hidden),
+            "attn.out": (hidden, hidden),
+            "mlp.up": (4 * hidden, hidden),
+            "mlp.down": (hidden, 4 * hidden),
+        }
         for name, shape in cuts.items():
             shapes.append((f"layers.{layer}.{name}.weight", shape, Placement(layer, (Cut(0),))))
             shapes.append((f"layers.{layer}.{name}.bias", shape[:1], Placement(layer)))

@@ -63,13 +63,13 @@ def main() -> int:
                 url = f"s3://{server.bucket}/{kind}"
                 rates[url] = get_rate(url), fetch_rate(url, folder / f"fetched-{kind}", arguments.mib)
             rates[str(store.path)] = 0.0, rates[url][1]
-            found: dict[str, list[dict[str, float]]] = {url: [] for url in rates}
+            outcome: dict[str, list[dict[str, float]]] = {url: [] for url in rates}
             for repeat in range(arguments.repeats):
                 for number, (url, (_, fetched)) in enumerate(rates.items()):
                     cache = folder / f"cache-{number}-{repeat}"
-                    found[url].append(read_by_ranks(url, cache, arguments, fetched * arguments.of_rate))
+                    outcome[url].append(read_by_ranks(url, cache, arguments, fetched * arguments.of_rate))
                     shutil.rmtree(cache, ignore_errors=True)
-            met = show(found, rates, arguments.of_rate, arguments.record)
+            met = show(outcome, rates, arguments.of_rate, arguments.record)
         finally:
             stop(folder / "s3")
     return 0 if met else 1

@@ -64,15 +64,15 @@ def main() -> int:
         size_gb = sum(file.stat().st_size for file in store.iterdir()) / 1e9
         print(f"{size_gb:.2f} GB in {len(list(store.iterdir()))} files")
         for is_cold in (True, False):
-            found: dict[str, list[list[float]]] = {what: [] for what in PROGRAMS}
+            outcome: dict[str, list[list[float]]] = {what: [] for what in PROGRAMS}
             for _ in range(arguments.repeats):
                 for what, program in PROGRAMS.items():
                     if is_cold:
                         drop(store)
                     command = [sys.executable, "-c", program, str(store)]
                     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                    found[what].append(json.loads(result.stdout))
-            report("cold" if is_cold else "warm", found, size_gb, arguments.record)
+                    outcome[what].append(json.loads(result.stdout))
+            report("cold" if is_cold else "warm", outcome, size_gb, arguments.record)
     return 0
 
 

@@ -96,7 +96,7 @@ class SourceReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """Bytes [begin, end) of a file; `fill` fills memory with a range of them, counted from `begin`."""
 
     begin: int
@@ -104,7 +104,7 @@ class Piece:
     fill: Callable[[int, int, Bytes], None]
 
     @classmethod
-    def of_bytes(cls, begin: int, num_bytes: int, make: Callable[[], bytes]) -> "Piece":
+    def of_bytes(cls, begin: int, num_bytes: int, make: Callable[[], bytes]) -> "FilePiece":
         """Return a piece whose bytes are made when it is filled."""
 
         def fill_made(first: int, last: int, memory: Bytes) -> None:
@@ -113,7 +113,7 @@ class Piece:
         return cls(begin, begin + num_bytes, fill_made)
 
 
-def load_pieces(pieces: Sequence[Piece], start: int, block: Bytes) -> None:
+def load_pieces(pieces: Sequence[FilePiece], start: int, block: Bytes) -> None:
     """Fill a block, which begins at byte `start` of a file, with what it has of pieces, and with zeros between them.
 
     Pieces are in their order, and none is empty.
@@ -135,7 +135,7 @@ class LargeFile:
 
     size_bytes: int
     head: bytes
-    pieces: Callable[[SourceReader], Iterable[Piece]]
+    pieces: Callable[[SourceReader], Iterable[FilePiece]]
 
 
 @dataclass(frozen=True, slots=True)

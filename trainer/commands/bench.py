@@ -40,9 +40,15 @@ def run(options: Options) -> int:
         print_json([{**asdict(row), "bus_bytes_per_s": row.bus_bytes_per_s} for row in rows])
         return EXIT_OK
     cells = [
-        (row.group, str(row.num_ranks), row.operation, f"{row.num_bytes / 2**20:g}", f"{row.seconds * 1e3:.3f}",
-         f"{row.bus_bytes_per_s / 1e9:.2f}")
+        (
+            row.group,
+            str(row.num_ranks),
+            row.operation,
+            f"{row.num_bytes / 2**20:g}",
+            f"{row.seconds * 1e3:.3f}",
+            f"{row.bus_bytes_per_s / 1e9:.2f}",
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     print_table(("group", "ranks", "operation", "MiB", "ms", "bus GB/s"), cells, left=("group", "operation"))
     return EXIT_OK

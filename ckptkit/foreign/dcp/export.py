@@ -20,9 +20,9 @@ from ckptkit.foreign.dcp.torch_dist_folder import COMMON, COMMON_STATE, CONFIG
 from ckptkit.foreign.folder_claim import note_of
 from ckptkit.foreign.folder_export import (
     ExportReport,
+    FilePiece,
     FolderPlan,
     LargeFile,
-    Piece,
     Progress,
     SourceReader,
     write_folder,
@@ -79,7 +79,7 @@ class Item:
         """Return the bytes behind its elements, which have a checksum."""
         return self.around.tail(crc) if self.around else b""
 
-    def pieces(self, reader: SourceReader) -> Iterator[Piece]:
+    def pieces(self, reader: SourceReader) -> Iterator[FilePiece]:
         """Yield its zip's begin, its elements and its zip's end, which has their checksum."""
         crc = 0
 
@@ -88,9 +88,9 @@ class Item:
             reader.read_bytes(self.info, self.start, first, last, memory)
             crc = zlib.crc32(memory.data, crc)
 
-        yield Piece.of_bytes(self.offset, len(self.head), lambda: self.head)
-        yield Piece(self.begin, self.elements_end, read)
-        yield Piece.of_bytes(self.elements_end, self.end - self.elements_end, lambda: self.tail(crc))
+        yield FilePiece.of_bytes(self.offset, len(self.head), lambda: self.head)
+        yield FilePiece(self.begin, self.elements_end, read)
+        yield FilePiece.of_bytes(self.elements_end, self.end - self.elements_end, lambda: self.tail(crc))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class DcpFile:
         """How the file begins."""
         return bytes(self.items[0].offset) + self.items[0].head
 
-    def pieces(self, reader: SourceReader) -> Iterator[Piece]:
+    def pieces(self, reader: SourceReader) -> Iterator[FilePiece]:
         """Yield zips and pickled values; zeros are between them."""
         for item in self.items:
             yield from item.pieces(reader)

@@ -15,9 +15,9 @@ from ckptkit.check.elements import narrowed, widened
 from ckptkit.foreign.folder_claim import note_of
 from ckptkit.foreign.folder_export import (
     ExportReport,
+    FilePiece,
     FolderPlan,
     LargeFile,
-    Piece,
     Progress,
     SourceReader,
     write_folder,
@@ -65,13 +65,13 @@ def export_folder(
     return write_folder(source, target, plan, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
-def _pieces(url: str, shard: Shard, reader: SourceReader) -> Iterator[Piece]:
+def _pieces(url: str, shard: Shard, reader: SourceReader) -> Iterator[FilePiece]:
     """Yield a shard's header, and its tensors."""
-    yield Piece.of_bytes(0, len(shard.header), lambda: shard.header)
+    yield FilePiece.of_bytes(0, len(shard.header), lambda: shard.header)
     tensors = _TensorReader(url, reader)
     ends = accumulate((tensor.size_bytes for tensor in shard.tensors), initial=len(shard.header))
     for tensor, (begin, end) in zip(shard.tensors, pairwise(ends), strict=True):
-        yield Piece(begin, end, partial(tensors.read, tensor))
+        yield FilePiece(begin, end, partial(tensors.read, tensor))
 
 
 class _TensorReader:

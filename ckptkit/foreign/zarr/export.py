@@ -16,9 +16,9 @@ from typing import Any
 from ckptkit.foreign.folder_claim import note_of
 from ckptkit.foreign.folder_export import (
     ExportReport,
+    FilePiece,
     FolderPlan,
     LargeFile,
-    Piece,
     Progress,
     SourceReader,
     write_folder,
@@ -46,10 +46,10 @@ class Chunk:
     stop: int
     size_bytes: int
 
-    def pieces(self, reader: SourceReader) -> Iterator[Piece]:
+    def pieces(self, reader: SourceReader) -> Iterator[FilePiece]:
         """Yield the elements; what is behind them is zeros."""
         num_bytes = (self.stop - self.start) * ITEMSIZE[self.info.dtype]
-        yield Piece(0, num_bytes, partial(reader.read_bytes, self.info, self.start))
+        yield FilePiece(0, num_bytes, partial(reader.read_bytes, self.info, self.start))
 
 
 def export_tensorstore(

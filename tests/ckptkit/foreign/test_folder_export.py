@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from ckptkit.foreign.folder_export import Piece, load_pieces
+from ckptkit.foreign.folder_export import FilePiece, load_pieces
 
 
-def piece_of(begin: int, data: bytes) -> Piece:
-    return Piece.of_bytes(begin, len(data), lambda: data)
+def piece_of(begin: int, data: bytes) -> FilePiece:
+    return FilePiece.of_bytes(begin, len(data), lambda: data)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 7, 64])

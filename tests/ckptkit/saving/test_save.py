@@ -31,12 +31,16 @@ def save(url: object, step: int, layout: ParallelLayout = ONE, rank: int = 0, **
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("block_bytes", [saving.BOUNCE_BYTES, 1 << 20])
+@pytest.fixture
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a MiB, or as many bytes as the test says."""
+    monkeypatch.setattr(saving, "BOUNCE_BYTES", getattr(request, "param", 1 << 20))
+
+
+@pytest.mark.parametrize("_blocks", [saving.BOUNCE_BYTES, 1 << 20], indirect=True)
 @pytest.mark.parametrize("place", ["local", "s3"])
-def test_a_step_is_committed_on_return(
-    place: str, block_bytes: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saving, "BOUNCE_BYTES", block_bytes)
+@pytest.mark.usefixtures("_blocks")
+def test_a_step_is_committed_on_return(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     url = str(tmp_path) if place == "local" else request.getfixturevalue("s3_url")
     root = save(url, 3)
     assert root is not None
@@ -48,8 +52,8 @@ def test_a_step_is_committed_on_return(
         save(url, 3)
 
 
-def test_blocks_of_many_pieces_and_pieces_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "BOUNCE_BYTES", 1 << 20)
+@pytest.mark.usefixtures("_blocks")
+def test_blocks_of_many_pieces_and_pieces_of_many_blocks(tmp_path: Path) -> None:
     sizes = [3 << 20, 100, 1 << 20, 700_000, 700_000, 5 << 20]
     tensors = [ckptkit.TensorInfo(f"layers.{n}.w", "U8", (size,), ckptkit.Placement(n)) for n, size in enumerate(sizes)]
     arrays = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)]
