@@ -126,7 +126,7 @@ WRONG = {  # the command, the code it ends with, and what its answer says
     "ckptkit verify nowhere": (3, "nowhere does not exist"),
     "trainer train conf.yaml": (2, "cannot read conf.yaml as TOML", "hint: "),
     "trainer train nowhere.toml": (2, "no configuration file nowhere.toml", "examples/"),
-    "trainer train run.toml --tp 2": (2, "needs 2 processes, started are 1", "torchrun"),
+    "trainer train run.toml --tp 2": (2, "needs 2 processes, started are 1", "trainer launch"),
 }  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def layout_faults(config: Config, world_size: int) -> list[Fault]:
         dp = f" * dp {parallel.dp}" if parallel.dp else ""
         text = (
             f"tp {parallel.tp} * pp {parallel.pp}{dp} needs {ranks} processes, started are {world_size}: "
-            f"torchrun --nproc-per-node {ranks} -m trainer ..."
+            f"trainer launch --nproc-per-node {ranks} ..."
         )
         return [(axes, text)]
     dp_size = parallel.dp or world_size // ranks

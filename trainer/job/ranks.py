@@ -45,7 +45,7 @@ class Ranks:
         if cuda and local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"local rank {local_rank} has no GPU of its own: this node has {torch.cuda.device_count()}",
-                hint=f"torchrun --nproc-per-node {torch.cuda.device_count()} -m trainer ...",
+                hint=f"trainer launch --nproc-per-node {torch.cuda.device_count()} ...",
             )
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         if cuda:

@@ -41,9 +41,10 @@ class Rendezvous:
         """Read MASTER_ADDR and MASTER_PORT; UserError if one of them is missing or is not what it should be."""
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            export = f"export MASTER_ADDR={socket.gethostname()} MASTER_PORT=29500 on all ranks"
             raise UserError(
                 f"rank {rank} of {world_size}: MASTER_ADDR is {host!r} and MASTER_PORT {port!r}",
-                hint=f"torchrun sets both; or export MASTER_ADDR={socket.gethostname()} MASTER_PORT=29500 on all ranks",
+                hint=f"trainer launch sets both; or {export}",
             )
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

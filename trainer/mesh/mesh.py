@@ -57,7 +57,7 @@ class ProcessMesh:
         if layout.world_size != world_size:
             raise UserError(
                 f"layout {layout} needs {layout.world_size} processes, started are {world_size}",
-                hint=f"torchrun --nproc-per-node {layout.world_size} -m trainer train ...",
+                hint=f"trainer launch --nproc-per-node {layout.world_size} train ...",
             )
         self.layout, self.rank, self.device, self.recorder = layout, rank, device, recorder
         self.coords, self.clock = layout.coords(rank), Clock(device)

@@ -52,7 +52,7 @@ def bench_comm(device: str, tp: int, pp: int, sizes: Sequence[float], repeats: i
     """
     with Ranks(device, timeout_s=timeout_s) as ranks:
         if ranks.world_size == 1:
-            hint = "torchrun --standalone --nproc-per-node 2 -m trainer bench comm"
+            hint = "trainer launch --nproc-per-node 2 bench comm"
             raise UserError("one process has nobody to talk to", hint=hint)
         layout = ParallelLayout(tp=tp, pp=pp, dp=max(ranks.world_size // (tp * pp), 1))
         mesh = ProcessMesh(layout, ranks.rank, ranks.device, timeout_s=timeout_s)

@@ -114,7 +114,7 @@ def test_all_faults_are_reported_together() -> None:
         ({"data": {"packing": "best_fit"}}, "data.packing with model.position rope puts earlier documents at negative"),
         ({"train": {"gradient_accumulation_steps": 3}}, "train.gradient_accumulation_steps 3 contradicts"),
         ({"train": {"global_batch_size": 9, "micro_batch_size": 2}}, "train.global_batch_size 9 is not a multiple"),
-        ({"parallel": {"tp": 2}}, "tp 2 * pp 1 needs 2 processes, started are 1: torchrun --nproc-per-node 2"),
+        ({"parallel": {"tp": 2}}, "tp 2 * pp 1 needs 2 processes, started are 1: trainer launch --nproc-per-node 2"),
     ],
 )
 def test_one_fault(tables: dict, text: str) -> None:

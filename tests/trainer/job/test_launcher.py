@@ -57,6 +57,12 @@ def test_what_torchrun_would_refuse_is_one_error(given: list[str], message: str)
     assert str(raised.value.hint).startswith("trainer launch --nproc-per-node 2 train CONFIG.toml")
 
 
+def test_no_hint_starts_our_verbs_by_another_launcher() -> None:
+    files = [*ROOT.glob("trainer/**/*.py"), *ROOT.glob("threefold/**/*.py"), *ROOT.glob("examples/*.toml")]
+    assert len(files) > 100
+    assert [file.name for file in files if re.search("torchrun --.*-m trainer ", file.read_text())] == []
+
+
 def test_flags_of_torchrun_are_no_flags_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("launch", "--nnodes", "0", "--nproc-per-node=2", "-m", "trainer") == 1
     first, hint = capsys.readouterr().err.splitlines()

@@ -89,7 +89,7 @@ class Conversion:
         per_node, nodes = self.launch.get("processes"), self.launch.get("nodes", 1)
         if per_node:
             several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else ""
-            yield f"# To start it: torchrun --nproc-per-node {per_node}{several} -m trainer train FILE.toml"
+            yield f"# To start it: trainer launch --nproc-per-node {per_node}{several} train FILE.toml"
         table = ""
         for leaf in leaves(Config):
             if leaf.name not in self.settings or leaf.name == "data.mixture":

@@ -78,7 +78,7 @@ def test_the_printed_file_says_what_the_flags_say(tmp_path: Path, capsys: pytest
     assert file.data.valid.num_samples == 80
     assert "num_kv_heads = 2  # --num-query-groups" in text
     assert "tp = 2  # --tensor-model-parallel-size" in text
-    assert "torchrun --nproc-per-node 8 -m trainer train" in text
+    assert "trainer launch --nproc-per-node 8 train" in text
 
 
 def test_defaults_of_megatron_are_written_down(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_a_script_is_read_without_running_it(tmp_path: Path, capsys: pytest.Capt
     tables = tomllib.loads(text)
     assert (tables["model"]["num_layers"], tables["train"]["precision"], tables["optim"]["lr"]) == (4, "bf16", 0.01)
     assert (tables["train"]["global_batch_size"], tables["data"]["stores"]) == (16, ["store"])
-    start = "torchrun --nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m trainer train"
+    start = "trainer launch --nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train"
     assert f"# To start it: {start} FILE.toml" in text
     assert "checkpoint.save = $1/run" in said
     assert "wandb" not in text + said
