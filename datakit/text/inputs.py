@@ -150,6 +150,8 @@ def find_inputs(
     _treat(found.faults, report if skip_unreadable else None)
     files += [_copy(path, spool) for path in sorted(found.pipes)]
     if not files:
+        if both := {*map(os.path.realpath, arguments)} & {*map(os.path.realpath, but)}:
+            raise UserError(f"{min(both)} is named as input and as output", hint="choose another --output")
         more = f" ({notice})" if notice else ""
         raise UserError(f"the input is empty: no text file in {' '.join(arguments)}{more}", hint=NAMES_HINT)
     for file in {file.kind: file for file in files}.values():

@@ -4,13 +4,15 @@ The order of precedence is defaults, then the file, then flags. Each field is th
 short ones. All faults are reported at once.
 """
 
+import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from glob import escape, glob
 from typing import Any
 
 from ckptkit import HfFolder, open_source, parse_tiers
 from threefold import options
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 from threefold.flags import Settings
 from threefold.needs import effective
 from threefold.options import Fault, FlagText, leaves, merge, raise_faults, walk
@@ -146,4 +148,8 @@ def implied(fault: Fault, faulty: set[str]) -> bool:
 
 def read_toml(path: str) -> dict[str, Any]:
     """Return the tables of a configuration file; UserError if it is missing or not TOML."""
+    if os.path.isdir(path):
+        flag = "--load" if glob(f"{escape(path)}/step-*") else "--data.stores"
+        hint = f"start from {SAMPLE}, with {flag} {quoted(path)}"
+        raise UserError(f"{path} is a folder, and a configuration is a TOML file", hint=hint)
     return options.read_toml(path, sample=SAMPLE)
