@@ -23,6 +23,7 @@ from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 SITE = Path(__file__).parents[1] / "build" / "site"
 WIDTHS = (1280, 390)
+PATIENCE_MS = 300_000  # a long page takes half a minute on a busy machine
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LOOK = """() => {
   const article = document.querySelector('article') || document.body;
@@ -128,7 +129,7 @@ def find(page: Page, origin: str, words: str) -> list[dict[str, str]]:
     field.press_sequentially(words)
     hits = page.locator("a[href*='?h='], a[href*='.html']").filter(has=page.locator("mark"))
     try:
-        hits.first.wait_for(timeout=15_000)
+        hits.first.wait_for(timeout=PATIENCE_MS / 10)
     except Error:
         return []
     return [{"address": hit.evaluate("each => each.href"), "text": hit.inner_text()} for hit in hits.all()]
@@ -145,6 +146,7 @@ def main() -> int:
         arguments.pictures.mkdir(parents=True, exist_ok=True)
     with served(arguments.site) as origin, browser() as opened:
         page = opened.new_page()
+        page.set_default_timeout(PATIENCE_MS)
         if arguments.find:
             print(json.dumps(find(page, origin, arguments.find), indent=2))
             return 0
