@@ -93,6 +93,12 @@ def s3_proxy(s3_server: Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are repeated at once."""
+    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     """The current folder, which holds files named like modules."""
     found = Planted(tmp_path / "planted")

@@ -25,29 +25,29 @@ VERSION = re.compile(r"\d+\.\d+\.\d+(rc\d+)?")
 STEPS = (("make", "check"), ("make", "test"), ("make", "wheel"))
 
 
-def main(argv: "list[str] | None" = None) -> int:
+def main(argv: "list[str] | None" = None, root: Path = ROOT, steps: tuple[tuple[str, ...], ...] = STEPS) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("version", help="such as 0.2.0 or 0.2.0rc1")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, write nothing")
     arguments = parser.parse_args(argv)
     today = datetime.date.today().isoformat()
-    if fault := refused(ROOT, arguments.version):
+    if fault := refused(root, arguments.version):
         sys.exit(f"error: {fault}")
-    written = changed(ROOT, arguments.version, today)
-    used = [path for path in (*changelog.fragments(ROOT), ROOT / changelog.FOLDER / changelog.SUMMARY) if path.exists()]
+    written = changed(root, arguments.version, today)
+    used = [path for path in (*changelog.fragments(root), root / changelog.FOLDER / changelog.SUMMARY) if path.exists()]
     if arguments.dry_run:
         print("\n".join(f"would write {name}" for name in written))
-        print("\n".join(f"would remove {path.relative_to(ROOT)}" for path in used))
+        print("\n".join(f"would remove {path.relative_to(root)}" for path in used))
         return 0
-    before = {path: path.read_text() for path in (*map(ROOT.joinpath, written), *used)}
+    before = {path: path.read_text() for path in (*map(root.joinpath, written), *used)}
     try:
         for name, text in written.items():
-            (ROOT / name).write_text(text)
+            (root / name).write_text(text)
         for path in used:
             path.unlink()
-        for step in STEPS:
+        for step in steps:
             print("+", *step, flush=True)
-            if subprocess.run(step, cwd=ROOT, check=False).returncode:
+            if subprocess.run(step, cwd=root, check=False).returncode:
                 sys.exit(f"error: {' '.join(step)} failed; {', '.join(written)} are as they were")
     except BaseException:  # Ctrl-C too
         for path, text in before.items():

@@ -20,13 +20,15 @@ from threefold.storage.service import split_url
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-FIRST_BYTES, BLOCK_BYTES, NUM_AHEAD = 256 << 10, 4 << 20, 3
+NUM_AHEAD = 3  # blocks
 _MAX_STORAGES = 64  # each holds a client; an input may have any number of folders
 _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "THREEFOLD_")  # how names begin of what clients take from the environment
 
 
 class RemoteFile(io.RawIOBase):
     """One object, opened for reading; give it to `io.BufferedReader`."""
+
+    first_bytes, block_bytes = 256 << 10, 4 << 20  # that are asked for at once
 
     def __init__(self, url: str, *, stop: int | None = None, size_bytes: int | None = None) -> None:
         """Look the object up if its size is not known; StorageError if it is missing.
@@ -78,17 +80,17 @@ class RemoteFile(io.RawIOBase):
             data = self._ahead.popleft()[1].result()
         else:
             self._ahead.clear()
-            data = self._fetch(start, min(start + max(wanted_bytes, FIRST_BYTES), self._size_bytes))
+            data = self._fetch(start, min(start + max(wanted_bytes, self.first_bytes), self._size_bytes))
         self._window_start, self._window = start, memoryview(data)
-        next_start = self._ahead[-1][0] + BLOCK_BYTES if self._ahead else start + len(data)
+        next_start = self._ahead[-1][0] + self.block_bytes if self._ahead else start + len(data)
         while goes_on and len(self._ahead) < NUM_AHEAD and next_start < self._size_bytes:
-            stop = min(next_start + BLOCK_BYTES, self._size_bytes)
+            stop = min(next_start + self.block_bytes, self._size_bytes)
             self._ahead.append((next_start, _threads().submit(self._fetch, next_start, stop)))
             next_start = stop
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        starts = range(start, stop, BLOCK_BYTES)
-        ranges = [(begin, min(begin + BLOCK_BYTES, stop)) for begin in starts]
+        starts = range(start, stop, self.block_bytes)
+        ranges = [(begin, min(begin + self.block_bytes, stop)) for begin in starts]
         return b"".join(self._storage.read_ranges(self._key, ranges))
 
 

@@ -32,7 +32,9 @@ Content = TypeVar("Content", bytes, memoryview)
 _ENTRY = np.dtype([("packed_bytes", "<u4"), ("size_bytes", "<u4"), ("check", "<u4")])
 
 
-def pack(blocks: Iterable[bytes], level: int, frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:
+def pack(
+    blocks: Iterable[bytes], level: int, frame_bytes: int = FRAME_BYTES, *, max_frames: int = MAX_FRAMES
+) -> Iterator[bytes]:
     """Yield the seekable file of these blocks' bytes, however they are cut: frame by frame, then the table.
 
     Every frame but the last holds `frame_bytes`. One version of the zstd library always makes the same bytes.
@@ -40,8 +42,8 @@ def pack(blocks: Iterable[bytes], level: int, frame_bytes: int = FRAME_BYTES) ->
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
     entries = bytearray()
     for frame in _cut(blocks, frame_bytes):
-        if len(entries) == MAX_FRAMES * _ENTRY.itemsize:
-            raise UserError(f"a file of more than {MAX_FRAMES} frames of {frame_bytes} bytes cannot be archived")
+        if len(entries) == max_frames * _ENTRY.itemsize:
+            raise UserError(f"a file of more than {max_frames} frames of {frame_bytes} bytes cannot be archived")
         packed = compressor.compress(frame)
         entries += struct.pack("<III", len(packed), len(frame), _check(frame))
         yield packed
@@ -56,9 +58,11 @@ class SeekableReader:
     that names the file and, if it is in one, the frame.
     """
 
-    def __init__(self, name: str, packed_bytes: int, read: Callable[[int, int], Buffer]) -> None:
+    def __init__(
+        self, name: str, packed_bytes: int, read: Callable[[int, int], Buffer], *, read_bytes: int = READ_BYTES
+    ) -> None:
         """Read the table of a file of `packed_bytes`, of which `read(start, stop)` returns the bytes [start, stop)."""
-        self.name, self._read = name, read
+        self.name, self._read, self._read_bytes = name, read, read_bytes
         self.table = self._read_table(packed_bytes)
         entries = np.frombuffer(self.table[_HEAD.size : -_FOOTER.size], _ENTRY)
         self.num_frames = len(entries)
@@ -97,11 +101,11 @@ class SeekableReader:
     def packed_frames(
         self, first: int = 0, last: int | None = None, *, at_once: bool = False
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yield the frames [first, last) as they are stored, with their numbers: READ_BYTES at a time, or at once."""
+        """Yield the frames [first, last) as they are stored, with their numbers: `read_bytes` at a time, or at once."""
         starts, last = self._packed_starts, self.num_frames if last is None else last
         while first < last:
             begin = int(starts[first])
-            stop = int(np.searchsorted(starts[: last + 1], begin + READ_BYTES, side="right")) - 1
+            stop = int(np.searchsorted(starts[: last + 1], begin + self._read_bytes, side="right")) - 1
             stop = last if at_once else max(stop, first + 1)
             packed = memoryview(self._read(begin, int(starts[stop])))
             for number in range(first, stop):

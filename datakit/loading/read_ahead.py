@@ -57,13 +57,17 @@ class _Step(NamedTuple):
 class ReadAhead:
     """Owned by a Loader, which says which step it makes; its daemon threads end with `close`, or the program."""
 
-    def __init__(self, blend: Blend, samples_of: Callable[[int], Int64s], begin: int, stride: int) -> None:
+    def __init__(
+        self, blend: Blend, samples_of: Callable[[int], Int64s], begin: int, stride: int, *,
+        max_steps: int = MAX_STEPS, max_together: int = MAX_TOGETHER,
+    ) -> None:  # fmt: skip
         """Begin to read ahead at the step of sample `begin`; from a step to the next are `stride` samples.
 
-        `samples_of(first)` are the samples of the step that begins at sample `first`.
+        `samples_of(first)` are the samples of the step that begins at sample `first`. At most `max_steps` are planned,
+        `max_together` of them at once.
         """
         self._blend, self._samples_of, self._begin, self.stride = blend, samples_of, begin, stride
-        self._caches = blend.caches
+        self._caches, self._max_steps, self._max_together = blend.caches, max_steps, max_together
         self._changed = threading.Condition()
         self._awaited: Callable[[], bool] = lambda: False  # by the thread that plans
         self._now, self._num_over, self._is_closed = 0, 0, False
@@ -156,7 +160,8 @@ class ReadAhead:
                 parts = self._parts_of(rows, before) if rows else {}
             of_step = {place: part for place, part in parts.items() if place not in self._needed}
             is_full = sum(part.size_bytes for part in (new | of_step).values()) > self._run_bytes
-            if is_full or len(together) >= min(MAX_TOGETHER, number // 2):  # of the first steps few, they are awaited
+            # few of the first steps, which are awaited
+            if is_full or len(together) >= min(self._max_together, number // 2):
                 self._admit(together)
                 together, new = [], {}
             together.append(_Step(number, rows, parts))
@@ -282,7 +287,7 @@ class ReadAhead:
         """Return whether steps from a number on may be planned: the one that is made now always may."""
         if number <= self._now:
             return True
-        is_near = len(self._steps) < MAX_STEPS and self._num_pieces < MAX_PIECES
+        is_near = len(self._steps) < self._max_steps and self._num_pieces < MAX_PIECES
         return is_near and self._ahead_bytes + self._new_bytes(parts) <= self._most_bytes
 
     def _new_bytes(self, parts: Mapping[Place, _Part]) -> int:

@@ -50,6 +50,7 @@ def pack(
     packing: str = "best_fit",
     output: str | os.PathLike[str] | None = None,
     num_workers: int = 1,
+    window_documents: int = WINDOW_DOCUMENTS,
     dry_run: bool = False,
 ) -> tuple[Path, PackingRecord]:
     """Make the index of a store in the folder `output`, by default in the store; return the folder and its record.
@@ -57,6 +58,8 @@ def pack(
     The same call returns a complete one, and makes one that was killed again. A dry run writes nothing. UserError if
     the store holds no token or the output something else, CheckFailed if the store's documents are damaged.
     """
+    if window_documents < 1:
+        raise UserError(f"windows of {window_documents} documents", hint=f"window_documents={WINDOW_DOCUMENTS}")
     if packing not in PACKINGS or not 1 <= seq_length <= MAX_SEQ_LENGTH:
         raise UserError(
             f"packing {packing!r} into rows of {seq_length} tokens: they have from 1 to {MAX_SEQ_LENGTH}",
@@ -73,13 +76,13 @@ def pack(
     fingerprint, documents = opened.manifest.fingerprint, opened.manifest.documents_fingerprint
     made_of = {
         "store": fingerprint, "documents": documents, "packing": packing, "seq_length": seq_length,
-        "window_documents": WINDOW_DOCUMENTS, "num_documents": opened.num_documents, "num_tokens": opened.num_tokens,
+        "window_documents": window_documents, "num_documents": opened.num_documents, "num_tokens": opened.num_tokens,
     }  # fmt: skip
     found = read_record(folder)
     if found is not None and all(getattr(found, name) == value for name, value in made_of.items()):
         Output(str(folder), ASSEMBLY_NOTE).settle()
         return folder, found
-    windows = _windows(opened, seq_length, packing == "best_fit", num_workers)
+    windows = _windows(_documents(opened, window_documents), seq_length, packing == "best_fit", num_workers)
     if dry_run:
         return folder, _written(windows, made_of, None)
     place = Output(str(folder), ASSEMBLY_NOTE)
@@ -127,10 +130,11 @@ class _Column:
             self._file.write(data)
 
 
-def _windows(store: TokenStore, seq_length: int, best_fit: bool, num_workers: int) -> Iterator[Rows]:
+def _windows(
+    documents: Iterator[tuple[int, Int32s]], seq_length: int, best_fit: bool, num_workers: int
+) -> Iterator[Rows]:
     """Yield the rows of each window of documents in order, made on threads a few windows ahead."""
     ahead: deque[Future[Rows]] = deque()
-    documents = _documents(store)
     with ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="datakit-pack") as threads:
         while True:
             for first_token, lengths in islice(documents, max(1, num_workers) + 1 - len(ahead)):
@@ -140,9 +144,9 @@ def _windows(store: TokenStore, seq_length: int, best_fit: bool, num_workers: in
             yield ahead.popleft().result()
 
 
-def _documents(store: TokenStore) -> Iterator[tuple[int, Int32s]]:
+def _documents(store: TokenStore, window_documents: int) -> Iterator[tuple[int, Int32s]]:
     """Yield the first token and the documents' lengths of each window; each shard's index is checked before."""
-    first_token, parts, missing = 0, list[Int32s](), WINDOW_DOCUMENTS
+    first_token, parts, missing = 0, list[Int32s](), window_documents
     for number, entry in enumerate(store.manifest.shards):
         for _ in checked_blocks(store.path / f"{entry.name}.idx", entry.idx):
             pass
@@ -155,6 +159,6 @@ def _documents(store: TokenStore) -> Iterator[tuple[int, Int32s]]:
             if not missing:
                 window = np.concatenate(parts)
                 yield first_token, window
-                first_token, parts, missing = first_token + int(window.sum(dtype=np.int64)), [], WINDOW_DOCUMENTS
+                first_token, parts, missing = first_token + int(window.sum(dtype=np.int64)), [], window_documents
     if parts:
         yield first_token, np.concatenate(parts)

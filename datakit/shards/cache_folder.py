@@ -33,7 +33,6 @@ from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
 
 Value = TypeVar("Value")
-PATIENCE_S = 60.0  # a lock is waited for so long; then its owner is taken for stopped
 ROOM_PATIENCE_S = 30.0  # room that others hold is waited for so long
 MOST_MAPPED, MOST_OPEN, MOST_FILES = 1 << 14, 32, 128  # blocks that are mapped or open, and whole files, of all stores
 SHARED_PART, FILES_PART = 4, 2  # these parts of the cache may be held for packing indices, and for all whole files
@@ -57,6 +56,8 @@ class CacheFolder:
     `needed` has the names of blocks that this process reads soon. `mapped` and `opened` bound how many blocks are kept
     so, and `files` how many whole files.
     """
+
+    patience_s = 60.0  # a lock is waited for so long; then its owner is taken for stopped
 
     def __init__(self, place: Path, max_bytes: int, open_files: int) -> None:
         """Make the folder, if it is not there; StorageError if it cannot be written."""
@@ -224,7 +225,7 @@ class CacheFolder:
         """Lock bytes of the file of locks, and yield its descriptor. The kernel frees them if this process dies."""
         descriptor = self._open_locks()
         try:
-            backoff = Backoff(0.001, max_s=0.01, within_s=PATIENCE_S)
+            backoff = Backoff(0.001, max_s=0.01, within_s=self.patience_s)
             rest = array("q", places)
             while rest := rest[self._lock(descriptor, rest) :]:
                 if (pause_s := backoff.next_s()) is None:

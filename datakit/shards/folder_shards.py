@@ -50,11 +50,13 @@ class FolderShards:
         self._files: KeptOpen[ShardFile] = KeptOpen(OPEN_FILES)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], reading: Reading = "mmap") -> "FolderShards":
+    def open(
+        cls, path: str | os.PathLike[str], reading: Reading = "mmap", checked_at_once: int = CHECKED_AT_ONCE
+    ) -> "FolderShards":
         """Open a folder; UserError if it has no store, CheckFailed or StorageError if it is damaged."""
         folder = Path(path)
         shards = cls(folder, Manifest.read(folder), reading)
-        if len(shards.manifest.shards) <= CHECKED_AT_ONCE:
+        if len(shards.manifest.shards) <= checked_at_once:
             check_sizes(folder, shards.manifest)
         else:
             find = partial(_find_faults, folder, shards.manifest, shards._faults)

@@ -16,7 +16,7 @@ from datakit.files.durable import FileDigest, blocks_of, checked_blocks
 from datakit.format.archive_record import SUFFIX, ArchiveRecord
 from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME, WORK_FOLDER, is_plain_folder
 from datakit.format.output import LOCK, Output
-from datakit.format.seekable_zstd import FRAME_BYTES, pack
+from datakit.format.seekable_zstd import FRAME_BYTES, MAX_FRAME_BYTES, pack
 from datakit.shards.store_source import StoreSource
 from datakit.store.claim import claim
 from datakit.store.file_threads import FileThreads, Report
@@ -43,29 +43,35 @@ def archive(
     destination: str,
     *,
     level: int = DEFAULT_LEVEL,
+    frame_bytes: int = FRAME_BYTES,
     num_workers: int = 1,
     report: Report = lambda text: None,
 ) -> ArchiveSummary:
     """Make an archive of a local store at a folder or URL; UserError if that holds anything else.
 
-    The same call continues after a kill, and returns the summary if the archive is complete. One run at a time.
+    Of each file so many bytes are a frame: what a reader of a single document unpacks. The same call continues after a
+    kill, and returns the summary if the archive is complete. One run at a time.
     """
     if not 1 <= level <= MAX_LEVEL:
         raise UserError(f"there is no level {level}", hint=f"--level {DEFAULT_LEVEL}; 1 to {MAX_LEVEL} are levels")
+    if not 1 <= frame_bytes <= MAX_FRAME_BYTES:
+        raise UserError(f"frames of {frame_bytes} bytes", hint=f"frame_bytes={FRAME_BYTES}; at most {MAX_FRAME_BYTES}")
     threads = FileThreads(num_workers)
     if not is_plain_folder(os.fspath(store)):
         raise UserError(
             f"{store} is not a token store in a local folder", hint=f"datakit unarchive {quoted(store)} --output STORE"
         )
     opened = TokenStore.open(store)
-    return _Archiving(opened, Output(destination, ARCHIVE_NAME), level, threads, report).run()
+    return _Archiving(opened, Output(destination, ARCHIVE_NAME), level, frame_bytes, threads, report).run()
 
 
 class _Archiving:
     """One run of `archive`."""
 
-    def __init__(self, store: TokenStore, output: Output, level: int, threads: FileThreads, report: Report) -> None:
-        self._folder, self._output, self._level = store.path, output, level
+    def __init__(
+        self, store: TokenStore, output: Output, level: int, frame_bytes: int, threads: FileThreads, report: Report
+    ) -> None:
+        self._folder, self._output, self._level, self._frame_bytes = store.path, output, level, frame_bytes
         self._threads, self._report = threads, report
         self._files, self._copy = store.manifest.files(), store.manifest.tokenizer_files
         self._manifest_bytes = b"".join(blocks_of(store.path / FILE_NAME))
@@ -77,7 +83,7 @@ class _Archiving:
             record, num_kept = self._complete_record(), len(self._files)
             self._output.settle()
         else:
-            plan = {"manifest": asdict(self._manifest), "level": self._level, "frame_bytes": FRAME_BYTES}
+            plan = {"manifest": asdict(self._manifest), "level": self._level, "frame_bytes": self._frame_bytes}
             with claim(self._output, plan, keeps=(UserError,)):
                 record, num_kept = self._make()
         return ArchiveSummary(
@@ -95,7 +101,7 @@ class _Archiving:
         missing = [name for name in self._files if name not in kept]
         made = kept | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
         files = {f"{name}{SUFFIX}": made[name] for name in self._files}
-        record = ArchiveRecord(self._level, FRAME_BYTES, self._manifest, files)
+        record = ArchiveRecord(self._level, self._frame_bytes, self._manifest, files)
         for name, digest in self._copy.items():  # as they are: they are small, and read by themselves
             if not self._output.has(name, digest):
                 self._output.write(name, b"".join(checked_blocks(self._folder / name, digest)))
@@ -107,7 +113,8 @@ class _Archiving:
         url = self._output.storage.url
         record = StoreSource.open(self._output.place).record
         assert record
-        if (record.manifest, record.level, record.frame_bytes) != (self._manifest, self._level, FRAME_BYTES):
+        made_of = record.manifest, record.level, record.frame_bytes
+        if made_of != (self._manifest, self._level, self._frame_bytes):
             raise UserError(
                 f"{url} holds an archive of another store or made in another way", hint="choose another --output"
             )
@@ -148,7 +155,7 @@ class _Archiving:
             nonlocal digest
             hasher, size_bytes = xxhash.xxh3_64(), 0
             blocks = self._threads.until_ended(checked_blocks(self._folder / name, self._files[name]))
-            for buffer in pack(blocks, self._level, FRAME_BYTES):
+            for buffer in pack(blocks, self._level, self._frame_bytes):
                 hasher.update(buffer)
                 size_bytes += len(buffer)
                 yield buffer

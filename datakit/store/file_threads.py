@@ -20,10 +20,10 @@ class Ended(Exception):
 class FileThreads:
     """`num_workers` threads that each take one file after the other; good for one `map`."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, *, report_every_s: float = REPORT_EVERY_S) -> None:
         if num_workers < 1:
             raise UserError(f"{num_workers} workers", hint="--workers 1")
-        self._num_workers, self._ended = num_workers, Event()
+        self._num_workers, self._report_every_s, self._ended = num_workers, report_every_s, Event()
         self._num_bytes, self._lock = 0, Lock()
 
     def map(self, work: Callable[[File], Result], files: Sequence[File], report: Report) -> list[Result]:
@@ -45,7 +45,7 @@ class FileThreads:
             futures = [pool.submit(work_unless_ended, file) for file in files]
             unfinished = set(futures)
             try:
-                while unfinished := wait(unfinished, timeout=REPORT_EVERY_S).not_done:
+                while unfinished := wait(unfinished, timeout=self._report_every_s).not_done:
                     num_done = len(files) - len(unfinished)
                     report(f"{num_done}/{len(files)} files, {self._num_bytes / 1e6:,.1f} MB")
             finally:  # an interrupt comes up here, in the main thread

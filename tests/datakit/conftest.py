@@ -15,6 +15,7 @@ from datakit.cli import main
 from datakit.tokenization.rank_file import GPT2_PATTERN, sidecar_path
 from datakit.tokenization.tokenizer import DEFAULT_EOD
 from datakit.tokenization.tokenizer_training import train_tokenizer
+from tests.datakit.support.archived import make_archive, make_store
 from threefold.errors import UserError
 from threefold.storage.service import split_url
 
@@ -50,6 +51,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rank_path(tmp_path: Path, tokenizer_path: str) -> Path:
     """The trained tokenizer as a rank file; its end-of-document token has the id 399."""
     return write_ranks(tmp_path / "ranks.tiktoken", ranks_of(tokenizer_path), GPT2_PATTERN, {DEFAULT_EOD: 399})
+
+
+@pytest.fixture(scope="module")
+def archived(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds `store`, and `archive` of it."""
+    folder = tmp_path_factory.mktemp("archived")
+    make_store(folder / "store")
+    make_archive(folder / "store", str(folder / "archive"))
+    return folder
 
 
 @pytest.fixture

@@ -30,10 +30,8 @@ def test_kinds_of_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert TokenStore.open(store.path, reading="mmap").is_mapped is True
 
 
-def test_what_is_not_known_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_known_is_near(tmp_path: Path) -> None:
     assert not is_remote(tmp_path / "missing")
-    monkeypatch.setattr(file_systems, "_MOUNTS", tmp_path / "missing")
-    assert not is_remote(tmp_path)
+    assert not is_remote(tmp_path, tmp_path / "missing")
     (tmp_path / "mounts").write_text("no list of mounts - \n\n")
-    monkeypatch.setattr(file_systems, "_MOUNTS", tmp_path / "mounts")
-    assert not is_remote(tmp_path)
+    assert not is_remote(tmp_path, tmp_path / "mounts")

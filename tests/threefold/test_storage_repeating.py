@@ -5,16 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from threefold.errors import StorageError
-from threefold.storage import TemporaryFailure, repeating
+from threefold.storage import TemporaryFailure
 from threefold.storage.fault import Fault, FaultStorage
 from threefold.storage.memory import MemoryStorage
 from threefold.storage.repeating import RepeatingStorage, open_repeating
 from threefold.storage.wrapping import OPERATIONS
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeating, "FIRST_PAUSE_S", 0.001)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def test_every_request_is_repeated() -> None:
@@ -47,8 +44,7 @@ def test_a_request_that_fails_for_good_is_raised() -> None:
 def test_after_the_time_of_three_requests_a_read_is_not_begun_again(
     monkeypatch: pytest.MonkeyPatch, operation: str, num_tries: int
 ) -> None:
-    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "0.001")
-    monkeypatch.setattr(repeating, "FIRST_PAUSE_S", 0.004)
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "0.0001")  # three of them are shorter than a pause
     fault = Fault(TemporaryFailure("not now"))
     storage = RepeatingStorage(FaultStorage(MemoryStorage(), fault))
     with pytest.raises(TemporaryFailure, match="not now"):

@@ -71,18 +71,17 @@ def test_a_tree_that_could_not_be_made_again_is_refused(tree: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_check_that_fails_leaves_the_files_as_they_were(
-    tree: Path, fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tree: Path, fails: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, fragment = (tree / "pyproject.toml").read_text(), tree / "changes" / "datakit-rows.md"
-    monkeypatch.setattr(release, "ROOT", tree)
-    monkeypatch.setattr(release, "STEPS", (("true",), ("false",) if fails else ("true",)))
+    steps = (("true",), ("false",) if fails else ("true",))
     if fails:
         with pytest.raises(SystemExit, match=r"error: false failed; pyproject.toml, .* are as they were"):
-            release.main(["7.8.9"])
+            release.main(["7.8.9"], tree, steps)
         assert (tree / "pyproject.toml").read_text() == before
         assert fragment.read_text().startswith("fixed: ")
         return
-    assert release.main(["7.8.9"]) == 0
+    assert release.main(["7.8.9"], tree, steps) == 0
     assert "git tag v7.8.9" in capsys.readouterr().out
     assert not fragment.exists()
     assert 'version = "7.8.9"' in (tree / "pyproject.toml").read_text()
@@ -97,11 +96,10 @@ def test_an_interrupt_leaves_the_files_as_they_were(tree: Path, monkeypatch: pyt
         found.append((tree / "changes" / "datakit-rows.md").exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(release, "ROOT", tree)
     with monkeypatch.context() as patch:
         patch.setattr(release, "refused", lambda *_: None)
         patch.setattr(release.subprocess, "run", stopped)
         with pytest.raises(KeyboardInterrupt):
-            release.main(["7.8.9"])
+            release.main(["7.8.9"], tree)
     assert found == [False]
     assert {name: (tree / name).read_text() for name in names} == before

@@ -12,20 +12,20 @@ REMOTE = {
 }  # fmt: skip
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
+def is_remote(path: str | os.PathLike[str], mounts: Path | None = None) -> bool:
     """Return whether a path is on a file system of another machine, or of a program; False if that is not known.
 
-    What is not there yet is where the nearest folder above it is.
+    What is not there yet is where the nearest folder above it is. `mounts` is Linux's list, or a file like it.
     """
     place = Path(path)
     try:
         while not place.exists() and place != place.parent:
             place = place.parent
         device = os.stat(place).st_dev
-        mounts = _MOUNTS.read_text(errors="replace")
+        listed = (mounts or _MOUNTS).read_text(errors="replace")
     except OSError:
         return False
-    return _kind(mounts, f"{os.major(device)}:{os.minor(device)}") in REMOTE
+    return _kind(listed, f"{os.major(device)}:{os.minor(device)}") in REMOTE
 
 
 @lru_cache(64)

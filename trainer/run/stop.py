@@ -20,11 +20,14 @@ class StopRequest:
     A thread of its own hears them, as the main thread may wait in a collective.
     """
 
-    def __init__(self, *, speaks: bool, max_time_s: float = 0.0) -> None:
-        """Prepare; `speaks` on the one rank that reports the signal. `number` is OUT_OF_TIME after `max_time_s`."""
+    def __init__(self, *, speaks: bool, max_time_s: float = 0.0, same_within_s: float = SAME_WITHIN_S) -> None:
+        """Prepare; `speaks` on the one rank that reports the signal. `number` is OUT_OF_TIME after `max_time_s`.
+
+        What follows a signal within `same_within_s` is its echo.
+        """
         if not max_time_s >= 0:  # so put that a NaN is refused too
             raise UserError(f"train.max_time_s is {max_time_s}, not 0 or more", hint="--train.max-time-s 3600")
-        self._speaks, self._signal = speaks, 0
+        self._speaks, self._same_within_s, self._signal = speaks, same_within_s, 0
         self._first_s = 0.0  # when the first of ENDING came
         self._ends_at_s = time.monotonic() + max_time_s if max_time_s else float("inf")
 
@@ -48,7 +51,7 @@ class StopRequest:
             return
         if not self._first_s:
             self._first_s = time.monotonic()
-        elif time.monotonic() - self._first_s >= SAME_WITHIN_S:
+        elif time.monotonic() - self._first_s >= self._same_within_s:
             self._say(number, "ends at once; a save that is copied already is finished")
             os._exit(exit_code(number))
 

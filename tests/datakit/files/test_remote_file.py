@@ -10,7 +10,7 @@ import pytest
 from datakit.files import remote_file
 from datakit.files.remote_file import RemoteFile
 from threefold.errors import StorageError
-from threefold.storage import TemporaryFailure, open_storage, repeating
+from threefold.storage import TemporaryFailure, open_storage
 from threefold.storage.fault import Fault, FaultStorage
 from threefold.storage.fsspec import FsspecStorage
 from threefold.storage.repeating import RepeatingStorage
@@ -18,20 +18,25 @@ from tools import fault_proxy
 from tools.fault_proxy import FaultProxy
 from tools.s3_server import Server
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
+
+class SmallBlocks(RemoteFile):
+    """One that reads 1,000 bytes at a time."""
+
+    first_bytes, block_bytes = 64, 1000
+
 
 @pytest.fixture
-def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """The content of the file `a`, read in blocks of 1,000 bytes at a time."""
-    monkeypatch.setattr(remote_file, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(remote_file, "FIRST_BYTES", 64)
-    monkeypatch.setattr(repeating, "FIRST_PAUSE_S", 0.001)
+def content(tmp_path: Path) -> bytes:
+    """The content of the file `a`."""
     content = random.Random(1).randbytes(25_003)
     (tmp_path / "a").write_bytes(content)
     return content
 
 
 def test_it_reads_like_a_local_file(tmp_path: Path, content: bytes) -> None:
-    with io.BufferedReader(RemoteFile(f"local://{tmp_path}/a"), 200) as remote, (tmp_path / "a").open("rb") as local:
+    with io.BufferedReader(SmallBlocks(f"local://{tmp_path}/a"), 200) as remote, (tmp_path / "a").open("rb") as local:
         for number in range(400):
             choose = random.Random(number)
             if choose.random() < 0.2:
@@ -57,7 +62,7 @@ def test_a_stream_reads_each_byte_once_and_nothing_past_its_stop(
         return read_ranges(self, key, ranges)
 
     monkeypatch.setattr(FsspecStorage, "read_ranges", noted)
-    with io.BufferedReader(RemoteFile(f"local://{tmp_path}/a", stop=20_001), 100) as stream:
+    with io.BufferedReader(SmallBlocks(f"local://{tmp_path}/a", stop=20_001), 100) as stream:
         stream.seek(7)
         assert stream.read() == content[7:20_001]
     assert sum(stop - start for start, stop in asked) == 20_001 - 7
@@ -70,16 +75,16 @@ def test_a_request_that_fails_is_repeated_and_then_raised(
 ) -> None:
     torn = Fault(TemporaryFailure("torn"), ("read_ranges",), times=2)
     monkeypatch.setattr(remote_file, "_storage", lambda url, _: RepeatingStorage(FaultStorage(open_storage(url), torn)))
-    file = RemoteFile(f"local://{tmp_path}/a")  # alone: what reads ahead would mix with it
+    file = SmallBlocks(f"local://{tmp_path}/a")  # alone: what reads ahead would mix with it
     assert file.read(60) == content[:60]
     assert torn.num_met == 2
     torn.times = math.inf
     with pytest.raises(TemporaryFailure, match="torn"):
-        io.BufferedReader(RemoteFile(f"local://{tmp_path}/a")).read()
+        io.BufferedReader(SmallBlocks(f"local://{tmp_path}/a")).read()
 
 
 def test_no_byte_comes_before_the_first(tmp_path: Path, content: bytes) -> None:
-    file = RemoteFile(f"local://{tmp_path}/a")
+    file = SmallBlocks(f"local://{tmp_path}/a")
     file.seek(7)
     with pytest.raises(OSError, match="Invalid argument"):
         file.seek(-8, io.SEEK_CUR)
@@ -88,7 +93,7 @@ def test_no_byte_comes_before_the_first(tmp_path: Path, content: bytes) -> None:
 
 def test_a_missing_object_is_told(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nothing does not exist"):
-        RemoteFile(f"local://{tmp_path}/nothing")
+        SmallBlocks(f"local://{tmp_path}/nothing")
 
 
 @pytest.mark.parametrize("kind", ["503", "reset", "cut"])

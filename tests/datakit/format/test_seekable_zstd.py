@@ -13,7 +13,6 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.format import seekable_zstd
 from datakit.format.seekable_zstd import MAX_FRAME_BYTES, SeekableReader, pack
 from threefold.errors import CheckFailed, UserError
 
@@ -102,8 +101,7 @@ def test_every_field_of_the_table() -> None:
     assert file[-5:] == b"\x80" + struct.pack("<I", 0x8F92EAB1)
 
 
-def test_a_range_reads_only_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seekable_zstd, "READ_BYTES", 1)
+def test_a_range_reads_only_its_frames() -> None:
     file = packed(bytes(1000 * FRAME))
     wanted: list[tuple[int, int]] = []
 
@@ -111,7 +109,7 @@ def test_a_range_reads_only_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted.append((start, stop))
         return file[start:stop]
 
-    reader = SeekableReader("x", len(file), read)
+    reader = SeekableReader("x", len(file), read, read_bytes=1)
     wanted.clear()
     assert reader.read(FRAME - 1, 2 * FRAME + 1) == bytes(FRAME + 2)
     assert len(wanted) == 3
@@ -214,8 +212,8 @@ def test_random_bytes_are_no_seekable_file(file: bytes, num_frames: int) -> None
         content_of(open_reader(file + b"x" + struct.pack("<IBI", num_frames, 0x80, 0x8F92EAB1)))
 
 
-def test_more_frames_than_a_reader_takes_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seekable_zstd, "MAX_FRAMES", 3)
-    assert content_of(open_reader(packed(bytes(3 * FRAME)))) == bytes(3 * FRAME)
+def test_more_frames_than_a_reader_takes_are_not_written() -> None:
+    made = b"".join(pack([bytes(3 * FRAME)], 3, FRAME, max_frames=3))
+    assert content_of(open_reader(made)) == bytes(3 * FRAME)
     with pytest.raises(UserError, match="more than 3 frames"):
-        packed(bytes(3 * FRAME + 1))
+        list(pack([bytes(3 * FRAME + 1)], 3, FRAME, max_frames=3))

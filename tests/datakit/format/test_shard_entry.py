@@ -7,11 +7,11 @@ import orjson
 import pytest
 from hypothesis import given
 
-import datakit.shards.folder_shards
-from datakit import TokenStore, write_store
+from datakit import write_store
 from datakit.files.durable import FileDigest
 from datakit.format.manifest import Manifest
 from datakit.format.shard_entry import ScannedShards, ShardEntry
+from datakit.shards.folder_shards import FolderShards
 from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import CheckFailed, StorageError
 
@@ -65,18 +65,15 @@ def test_what_is_laid_out_otherwise_is_not_scanned(tmp_path: Path, old: bytes, n
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx", "origin"])
-def test_of_many_shards_a_wrong_size_is_raised_by_a_read(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_shards_a_wrong_size_is_raised_by_a_read(tmp_path: Path, suffix: str) -> None:
     last = write_store(tmp_path / "a", [[1, 2], [3], [4, 5]], vocab_size=100, shard_documents=1).manifest.shards[-1]
-    monkeypatch.setattr(datakit.shards.folder_shards, "CHECKED_AT_ONCE", 2)
     file = tmp_path / "a" / f"{last.name}.{suffix}"
     for content, error in ((file.read_bytes()[:-1], CheckFailed), (None, StorageError)):
         file.unlink() if content is None else file.write_bytes(content)
         for reading in ("mmap", "pread"):
-            store = TokenStore.open(tmp_path / "a", reading=reading)  # type: ignore[arg-type]
+            shards = FolderShards.open(tmp_path / "a", reading, checked_at_once=2)  # type: ignore[arg-type]
             for thread in threading.enumerate():
                 if thread.name == "datakit-sizes":
                     thread.join(60)
             with pytest.raises(error, match=file.name):
-                store.shards.file_pieces(0, 0, 2) if reading == "pread" else store.shard(0)
+                shards.file_pieces(0, 0, 2) if reading == "pread" else shards.shard(0)

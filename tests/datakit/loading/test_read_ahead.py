@@ -9,20 +9,17 @@ import pytest
 
 from datakit import Blend, RemoteStore, write_store
 from datakit.format.shard import Int64s
-from datakit.loading import read_ahead
-from datakit.loading.read_ahead import ReadAhead
-from datakit.shards import shard_tokens
+from datakit.loading.read_ahead import MAPPED_STEPS, ReadAhead
 from datakit.shards.cached_shards import Block, CachedShards
 from tests.datakit.shards.conftest import is_idle
+from tests.datakit.support.small_blocks import cut_blocks
 from tests.datakit.support.waiting import wait_until
 
 NUM_STEPS = 20  # that are planned at a time
 
 
 def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(read_ahead, "MAX_STEPS", NUM_STEPS)
-    monkeypatch.setattr(read_ahead, "MAX_TOGETHER", 1)
+    cut_blocks(monkeypatch, 64)
     store = write_store(tmp_path / "store", [range(20)] * 200, vocab_size=300)
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
     blend = Blend([(remote, 1.0)], seq_length=16, seed=1)
@@ -37,7 +34,7 @@ def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pyt
         with ahead._changed:  # until its blocks are needed too
             pass
 
-    ahead = ReadAhead(blend, lambda first: np.array([first]), 0, 1)
+    ahead = ReadAhead(blend, lambda first: np.array([first]), 0, 1, max_steps=NUM_STEPS, max_together=1)
     try:
         wait_for(NUM_STEPS - 1)
         assert set[str]().union(*map(blocks_of, range(NUM_STEPS))) <= remote.cache.needed
@@ -57,7 +54,7 @@ def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pyt
 
 def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps of 2 rows, 8 of which read the blocks of a stretch; shards end inside stretches."""
-    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 64)
+    cut_blocks(monkeypatch, 64)
     documents = [range(20)] * 400
     store = write_store(tmp_path / "store", documents, vocab_size=300, shard_documents=100)
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
@@ -114,9 +111,7 @@ def test_tiny_steps_are_planned_at_once(tmp_path: Path) -> None:
 
 
 def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(read_ahead, "MAX_STEPS", NUM_STEPS)
-    monkeypatch.setattr(read_ahead, "MAX_TOGETHER", 1)
+    cut_blocks(monkeypatch, 64)
     store = write_store(tmp_path / "store", [range(20)] * 2000, vocab_size=300)
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
     remote.cache.mapped.most = 1000
@@ -128,13 +123,13 @@ def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkey
         _, starts, stops = blend.cut(np.arange(4 * step, 4 * step + 4)).ranges().T
         return {*opened.blocks(0, starts, stops)} <= {*opened._mapped_blocks._values}
 
-    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 4), 0, 4)
+    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 4), 0, 4, max_steps=NUM_STEPS, max_together=1)
     try:
         for step in range(100):
             ahead.begin(step, 0)
             wait_until(lambda step=step: ahead.rows(4 * step + 4 * NUM_STEPS - 4) is not None)
             wait_until(lambda: is_idle(ahead))
-        wait_until(lambda: is_mapped(99 + read_ahead.MAPPED_STEPS))
+        wait_until(lambda: is_mapped(99 + MAPPED_STEPS))
         assert not is_mapped(50)
         assert len(opened._mapped_blocks) < 100
     finally:

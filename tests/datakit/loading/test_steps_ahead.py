@@ -14,11 +14,11 @@ from datakit import Blend, HostBatch, Loader, RemoteStore, TokenStore, write_sto
 from datakit.loading import read_ahead
 from datakit.loading.loader import MOST_REMOTE_STEPS_AHEAD, REMOTE_STEPS_AHEAD
 from datakit.loading.read_ahead import ReadAhead
-from datakit.shards import shard_tokens
 from datakit.shards.cached_shards import Block, CachedShards
 from datakit.shards.store_source import StoreSource
 from datakit.store.archiving import archive
 from tests.datakit.shards.conftest import BLOCK_BYTES, is_idle
+from tests.datakit.support.small_blocks import cut_blocks
 from tests.datakit.support.waiting import wait_until
 from threefold.errors import CheckFailed
 
@@ -86,8 +86,7 @@ def test_requests_for_what_is_read_much_later_leave_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a cache that holds some two dozen blocks, of which none is over."""
-    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 1 << 15)
-    monkeypatch.setattr(read_ahead, "MAX_TOGETHER", 1)
+    cut_blocks(monkeypatch, 1 << 15)
     store = write_store(tmp_path / "store", [range(1 << 10)] * 2048, vocab_size=1 << 10)
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=1)
     blend = Blend([(remote, 1.0)], seq_length=1 << 10, seed=1, block_tokens=1 << 14)
@@ -105,7 +104,7 @@ def test_requests_for_what_is_read_much_later_leave_room_for_others(
             num_now -= 1
 
     monkeypatch.setattr(CachedShards, "fetch_run", counted)
-    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 16), 0, 16)
+    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 16), 0, 16, max_together=1)
     try:
         wait_until(lambda: ahead._ahead_bytes > 0.9 * ahead._most_bytes)
         wait_until(lambda: len(under_way) == read_ahead.NUM_THREADS)
@@ -123,11 +122,10 @@ def test_shards_are_opened_without_looking_them_up(
     store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Each look-up is a request more before anything of a shard can be read."""
-    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("datakit.store.archiving.FRAME_BYTES", BLOCK_BYTES)
+    cut_blocks(monkeypatch, BLOCK_BYTES)
     place = store
     if kind == "archive":
-        archive(store.path, str(tmp_path / "archive"))
+        archive(store.path, str(tmp_path / "archive"), frame_bytes=BLOCK_BYTES)
     url = f"file://{place.path if kind == 'store' else tmp_path / 'archive'}"
 
     def looked_up(self: StoreSource, file: object) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from benchmarks.datakit.packing import best_fit_decreasing
 from datakit import PackedStore, TokenStore, pack, verify, write_store
-from datakit.rows import pack as making
 from tests.datakit.conftest import Cli
 from threefold.errors import CheckFailed, UserError
 
@@ -52,10 +51,9 @@ def test_every_token_is_in_one_row_and_no_short_document_is_cut(
 ) -> None:
     folder = tmp_path_factory.mktemp("packing")
     store = make_store(folder / "s", lengths, shard_documents=9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(making, "WINDOW_DOCUMENTS", window)
-        _, record = pack(store.path, seq_length=seq_length, packing=packing, num_workers=num_workers)
-        _, again = pack(store.path, seq_length=seq_length, packing=packing, output=folder / "again")
+    how = {"seq_length": seq_length, "packing": packing, "window_documents": window}
+    _, record = pack(store.path, **how, num_workers=num_workers)
+    _, again = pack(store.path, **how, output=folder / "again")
     assert record == again
     packed = PackedStore.of(store.path, packing=packing, seq_length=seq_length)
     rows = [packed.rows.pieces(row, seq_length) for row in range(packed.num_rows(seq_length))]
@@ -85,9 +83,9 @@ def test_windows_fill_rows_as_one_does(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     documents = (np.zeros(length, np.int64) for length in lengths)
     store = write_store(folder, documents, vocab_size=9, eod_id=0, shard_documents=1500)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(making, "WINDOW_DOCUMENTS", 1000)
-        _, record = pack(folder, seq_length=2048)
+    _, record = pack(folder, seq_length=2048, window_documents=1000)
+    with pytest.raises(UserError, match="windows of 0 documents"):
+        pack(folder, seq_length=2048, window_documents=0)
     assert record.num_rows <= 1.005 * best_fit_decreasing(lengths, 2048)
     assert record.num_padding < 0.01 * record.num_rows * 2048
     assert record.num_tokens == store.num_tokens

@@ -21,9 +21,9 @@ from datakit import (
     write_store,
 )
 from datakit.reports.provenance import Passages
-from datakit.shards import shard_tokens
 from datakit.store.archiving import archive
 from tests.datakit.conftest import files_of
+from tests.datakit.support.small_blocks import cut_blocks
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
@@ -34,9 +34,8 @@ ARRAYS = ("tokens", "labels", "positions", "loss_mask", "cu_seqlens")
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 512)
-    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.01)
+def _small(monkeypatch: pytest.MonkeyPatch, short_pauses: None) -> None:
+    cut_blocks(monkeypatch, 512)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 from datakit import TokenStore, write_store
 from datakit.loading.read_ahead import NUM_THREADS, ReadAhead
-from datakit.shards import shard_tokens
 from datakit.shards.cached_shards import CachedShards
+from tests.datakit.support.small_blocks import cut_blocks
 
 BLOCK_BYTES = 512
 
@@ -26,7 +26,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 def remote(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedShards]:
     """The shards of the store behind a URL."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
+        cut_blocks(patch, BLOCK_BYTES)
         yield CachedShards.open(f"file://{store.path}", tmp_path_factory.mktemp("cache"), 64)
 
 

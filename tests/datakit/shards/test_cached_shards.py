@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from datakit import Blend, Loader, RemoteStore, TokenStore, blame, where
-from datakit.shards import shard_tokens
 from datakit.store.archiving import archive
 from tests.datakit.conftest import files_of
 from tests.datakit.shards.conftest import BLOCK_BYTES
+from tests.datakit.support.small_blocks import cut_blocks
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
@@ -30,10 +30,8 @@ Opener = Callable[[str], RemoteStore]
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("datakit.store.archiving.FRAME_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.01)
+def _small(monkeypatch: pytest.MonkeyPatch, short_pauses: None) -> None:
+    cut_blocks(monkeypatch, BLOCK_BYTES)
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def opened(tmp_path: Path) -> Opener:
 
 def put(store: TokenStore, kind: str, url: str) -> str:
     if kind == "archive":
-        archive(store.path, url)
+        archive(store.path, url, frame_bytes=BLOCK_BYTES)
     else:
         storage = open_storage(url)
         for name, content in files_of(store.path).items():

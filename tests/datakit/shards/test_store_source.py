@@ -19,24 +19,12 @@ from datakit.reports.verification import verify
 from datakit.shards import store_source as module
 from datakit.shards.store_source import StoreSource
 from tests.datakit.conftest import files_of
-from tests.datakit.support.archived import FRAME_BYTES, make_archive, make_store
+from tests.datakit.support.archived import FRAME_BYTES, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds `store`, and `archive` of it."""
-    folder = tmp_path_factory.mktemp("source")
-    make_store(folder / "store")
-    make_archive(folder / "store", str(folder / "archive"))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def upload(folder: Path, place: str) -> str:
@@ -59,9 +47,9 @@ def place_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["store", "archive"])
-def test_every_byte_comes_from_every_kind_of_place(folder: Path, place_of: str, kind: str) -> None:
-    source = StoreSource.open(upload(folder / kind, place_of))
-    sound = files_of(folder / "store")
+def test_every_byte_comes_from_every_kind_of_place(archived: Path, place_of: str, kind: str) -> None:
+    source = StoreSource.open(upload(archived / kind, place_of))
+    sound = files_of(archived / "store")
     assert source.manifest_bytes == sound.pop("manifest.json")
     assert {file.name: b"".join(source.blocks(file)) for file in source.files} == sound
     assert (source.record is not None) == (kind == "archive")
@@ -71,29 +59,29 @@ def test_every_byte_comes_from_every_kind_of_place(folder: Path, place_of: str, 
         assert source.open_packed(file).read(500, 1300) == sound[file.name][500:1300]
 
 
-def test_what_is_no_store(folder: Path, place_of: str) -> None:
+def test_what_is_no_store(archived: Path, place_of: str) -> None:
     with pytest.raises(UserError, match="is not a token store or archive"):
         StoreSource.open(place_of)
-    upload(folder / "store", f"{place_of}/valid")
+    upload(archived / "store", f"{place_of}/valid")
     with pytest.raises(UserError, match="is split") as caught:
         StoreSource.open(place_of)
     assert not verify(str(caught.value.hint))
-    upload(folder / "archive", place_of)
+    upload(archived / "archive", place_of)
     open_storage(place_of).delete(["manifest.json"])
     with pytest.raises(CheckFailed, match=r"manifest\.json is missing"):
         StoreSource.open(place_of)
 
 
-def test_what_token_store_may_open(folder: Path, tmp_path: Path) -> None:
-    assert is_plain_folder(str(folder / "store"))
+def test_what_token_store_may_open(archived: Path, tmp_path: Path) -> None:
+    assert is_plain_folder(str(archived / "store"))
     assert is_plain_folder(str(tmp_path))
-    assert not is_plain_folder(str(folder / "archive"))
-    assert not is_plain_folder(f"file://{folder / 'store'}")
+    assert not is_plain_folder(str(archived / "archive"))
+    assert not is_plain_folder(f"file://{archived / 'store'}")
 
 
 @pytest.mark.parametrize("kind", ["store", "archive"])
-def test_missing_and_shortened_files_are_told(folder: Path, tmp_path: Path, kind: str) -> None:
-    shutil.copytree(folder / kind, tmp_path / "x")
+def test_missing_and_shortened_files_are_told(archived: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(archived / kind, tmp_path / "x")
     suffix = ".zst" if kind == "archive" else ""
     (tmp_path / "x" / f"shard-000000-000.bin{suffix}").unlink()
     file = tmp_path / "x" / f"shard-000001-000.idx{suffix}"
@@ -105,9 +93,9 @@ def test_missing_and_shortened_files_are_told(folder: Path, tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("change", ["double", "other", "less"])
-def test_records_that_do_not_fit_are_told(folder: Path, tmp_path: Path, change: str) -> None:
+def test_records_that_do_not_fit_are_told(archived: Path, tmp_path: Path, change: str) -> None:
     """Every checksum holds, and yet it is no archive."""
-    shutil.copytree(folder / "archive", tmp_path / "x")
+    shutil.copytree(archived / "archive", tmp_path / "x")
     source = StoreSource.open(str(tmp_path / "x"))
     record, manifest = source.record, source.manifest
     assert record
@@ -129,22 +117,22 @@ def test_records_that_do_not_fit_are_told(folder: Path, tmp_path: Path, change: 
         StoreSource.open(str(tmp_path / "x"))
 
 
-def test_records_too_large_are_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_too_large_are_not_read(archived: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit in (("archive.json", "MAX_RECORD_BYTES"), ("manifest.json", "MAX_BYTES")):
         with monkeypatch.context() as patch:
             patch.setattr(module, limit, 100)
             with pytest.raises(CheckFailed, match=rf"{name} has \d+ bytes, more than the 100"):
-                StoreSource.open(str(folder / "archive"))
+                StoreSource.open(str(archived / "archive"))
 
 
-def test_content_that_is_not_the_manifests_is_told(folder: Path, tmp_path: Path) -> None:
+def test_content_that_is_not_the_manifests_is_told(archived: Path, tmp_path: Path) -> None:
     """A sound compressed file of other content, recorded as such: only the manifest tells."""
     other = make_store(tmp_path / "s").path
     manifest = Manifest.read(other)
     wrong = dataclasses.replace(manifest.shards[1].bin, xxh3_64="0" * 16)
     shard = dataclasses.replace(manifest.shards[1], bin=wrong)
     changed = dataclasses.replace(manifest, shards=(manifest.shards[0], shard, *manifest.shards[2:]))
-    shutil.copytree(folder / "archive", tmp_path / "x")
+    shutil.copytree(archived / "archive", tmp_path / "x")
     record = StoreSource.open(str(tmp_path / "x")).record
     assert record
     changed.write(tmp_path / "x")
@@ -158,12 +146,12 @@ def test_content_that_is_not_the_manifests_is_told(folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["503", "reset", "cut"])
 def test_passing_faults_of_s3_are_survived(
-    folder: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
+    archived: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    source = StoreSource.open(upload(folder / "archive", s3_url))
+    source = StoreSource.open(upload(archived / "archive", s3_url))
     [file] = [file for file in source.files if file.name == "shard-000001-000.bin"]
-    sound = (folder / "store" / file.name).read_bytes()
+    sound = (archived / "store" / file.name).read_bytes()
     for times in (1, 3, 5):  # more than the client itself repeats
         s3_proxy.num_faults = 0
         s3_proxy.fault = Fault(kind, method="GET", times=times, after_bytes=100)
@@ -174,29 +162,29 @@ def test_passing_faults_of_s3_are_survived(
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
 def test_lasting_faults_of_s3_are_one_error_and_no_hang(
-    folder: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
+    archived: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
-    source = StoreSource.open(upload(folder / "store", s3_url))
+    source = StoreSource.open(upload(archived / "store", s3_url))
     s3_proxy.fault = Fault(kind, after_bytes=10)
     with pytest.raises(StorageError, match=s3_url):
         list(source.blocks(source.files[0]))
 
 
-def test_a_bit_that_flips_on_the_way_is_caught(folder: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
-    source = StoreSource.open(upload(folder / "archive", s3_url))
+def test_a_bit_that_flips_on_the_way_is_caught(archived: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
+    source = StoreSource.open(upload(archived / "archive", s3_url))
     [file] = [file for file in source.files if file.name == "shard-000001-000.bin"]
     s3_proxy.fault = Fault("flip", method="GET", skip=1, times=1, after_bytes=200)
-    assert b"".join(source.blocks(file)) == (folder / "store" / file.name).read_bytes()
+    assert b"".join(source.blocks(file)) == (archived / "store" / file.name).read_bytes()
     assert s3_proxy.num_faults == 1
     s3_proxy.fault = Fault("flip", method="GET", skip=1, after_bytes=200)
     with pytest.raises(CheckFailed, match=r"shard-000001-000\.bin\.zst: frame \d+ is damaged"):
         list(source.blocks(file))
 
 
-def test_damaged_frames_are_named(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "archive", tmp_path / "x")
+def test_damaged_frames_are_named(archived: Path, tmp_path: Path) -> None:
+    shutil.copytree(archived / "archive", tmp_path / "x")
     file = tmp_path / "x" / "shard-000001-000.bin.zst"
     sound = file.read_bytes()
     source = StoreSource.open(str(tmp_path / "x"))
@@ -276,8 +264,8 @@ def check_one_damage(folder: Path, name: str, what: tuple[str, object, int]) -> 
 
 
 @given(name=st.sampled_from(NAMES), what=damages)
-def test_no_damage_passes_or_crashes(folder: Path, name: str, what: tuple[str, object, int]) -> None:
-    check_one_damage(folder, name, what)
+def test_no_damage_passes_or_crashes(archived: Path, name: str, what: tuple[str, object, int]) -> None:
+    check_one_damage(archived, name, what)
 
 
 json_values = st.recursive(
@@ -295,11 +283,11 @@ def places_in(value: object) -> list[tuple[str | int, ...]]:
 
 @given(data=st.data(), name=st.sampled_from(["archive.json", "manifest.json"]), value=json_values)
 def test_records_with_sound_checksums_and_any_content_are_read_or_refused(
-    folder: Path, data: st.DataObject, name: str, value: object
+    archived: Path, data: st.DataObject, name: str, value: object
 ) -> None:
-    target = folder / "forged"
+    target = archived / "forged"
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(folder / "archive", target)
+    shutil.copytree(archived / "archive", target)
     record = json.loads((target / "archive.json").read_bytes())
     manifest = json.loads((target / "manifest.json").read_bytes())
     changed = record if name == "archive.json" else manifest
@@ -317,10 +305,10 @@ def test_records_with_sound_checksums_and_any_content_are_read_or_refused(
     assert is_sound or str(target) in said
 
 
-def test_deep_nesting_is_damage(folder: Path, tmp_path: Path) -> None:
+def test_deep_nesting_is_damage(archived: Path, tmp_path: Path) -> None:
     for depth in (300, 3000):
         for name in ("archive.json", "manifest.json"):
-            content = json.loads((folder / "archive" / name).read_bytes()) | {"settings": "DEEP"}
+            content = json.loads((archived / "archive" / name).read_bytes()) | {"settings": "DEEP"}
             data = json.dumps(content).replace('"DEEP"', "[" * depth + "]" * depth)
             with pytest.raises(CheckFailed, match="damaged"):
                 (ArchiveRecord if name == "archive.json" else Manifest).parse("x", data.encode())
@@ -330,11 +318,11 @@ def test_deep_nesting_is_damage(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 @settings(max_examples=5000)
 @given(name=st.sampled_from(NAMES), what=damages)
-def test_no_damage_passes_or_crashes_in_many_tries(folder: Path, name: str, what: tuple[str, object, int]) -> None:
-    check_one_damage(folder, name, what)
+def test_no_damage_passes_or_crashes_in_many_tries(archived: Path, name: str, what: tuple[str, object, int]) -> None:
+    check_one_damage(archived, name, what)
 
 
-def test_frames_are_small_here(folder: Path) -> None:
-    record = StoreSource.open(str(folder / "archive")).record
+def test_frames_are_small_here(archived: Path) -> None:
+    record = StoreSource.open(str(archived / "archive")).record
     assert record
     assert record.frame_bytes == FRAME_BYTES

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +14,23 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit import archive, unarchive, verify, write_store
+import datakit
+from datakit import unarchive, verify, write_store
 from datakit.shards.store_source import StoreSource
-from datakit.store import archiving as module
 from tests.datakit.conftest import begin_upload, files_of
 from tests.datakit.support.archived import FRAME_BYTES, Killed, kill_after, make_archive, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
+from threefold.storage.object_store import PART_BYTES
 from threefold.storage.stale_uploads import abort_stale_uploads
 from tools.fault_proxy import Fault, FaultProxy
+
+archive = partial(datakit.archive, frame_bytes=FRAME_BYTES)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_store(tmp_path_factory.mktemp("archiving") / "store").path
-
-
-@pytest.fixture(autouse=True)
-def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FRAME_BYTES", FRAME_BYTES)
 
 
 def contents(place: str) -> dict[str, bytes]:
@@ -130,16 +129,14 @@ def test_a_kill_after_the_commit_is_tidied(store: Path, tmp_path: Path, monkeypa
 ROOT = Path(__file__).parents[3]
 KILLED = """
 import os, signal, sys
-from datakit.store import archiving
 from datakit import archive
 from datakit.store.file_threads import FileThreads
-archiving.FRAME_BYTES = 512
 def until_killed(self, blocks):
     for block in blocks:
         yield block
         os.kill(os.getpid(), signal.SIGKILL)
 FileThreads.until_ended = until_killed
-archive(sys.argv[1], sys.argv[2])
+archive(sys.argv[1], sys.argv[2], frame_bytes=512)
 """
 
 
@@ -235,13 +232,10 @@ def test_a_damaged_store_is_not_archived(tmp_path: Path, request: pytest.Fixture
     assert not verify(place)
 
 
-def test_a_damaged_large_file_is_not_uploaded_to_s3(
-    tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In parts: the fault comes up in the middle of the client's upload."""
-    monkeypatch.setattr("threefold.storage.object_store.PART_BYTES", 5 << 20)
-    monkeypatch.setattr(module, "FRAME_BYTES", 1 << 20)
-    tokens = np.random.default_rng(0).integers(0, 60_000, 8 << 20)
+def test_a_damaged_large_file_is_not_uploaded_to_s3(tmp_path: Path, s3_url: str) -> None:
+    """In three parts: the fault comes up in the middle of the client's upload."""
+    archive = partial(datakit.archive, frame_bytes=1 << 20)
+    tokens = np.random.default_rng(0).integers(0, 60_000, PART_BYTES + (1 << 20))  # of two bytes
     damaged = write_store(tmp_path / "s", [tokens], vocab_size=60_000).path
     file = damaged / "shard-000000-000.bin"
     sound = file.read_bytes()
@@ -295,10 +289,9 @@ def test_an_archive_on_s3_survives_passing_faults_and_continues_after_lasting_on
 
 def test_a_full_disk_is_one_error_and_the_same_call_continues(store: Path, tmp_path: Path) -> None:
     program = (
-        "import resource, signal, sys; from datakit import archive; from datakit.store import archiving; "
-        "archiving.FRAME_BYTES = 512; "
+        "import resource, signal, sys; from datakit import archive; "
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)); "
-        "archive(sys.argv[1], sys.argv[2])"
+        "archive(sys.argv[1], sys.argv[2], frame_bytes=512)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, store, tmp_path / "a"], capture_output=True, text=True, check=False, cwd=ROOT
@@ -318,6 +311,9 @@ def test_what_cannot_be_archived(store: Path, tmp_path: Path, s3_url: str) -> No
         assert caught.value.hint == f"datakit unarchive {place} --output STORE"
     with pytest.raises(UserError, match="is not a token store"):
         archive(tmp_path, str(tmp_path / "b"))
+    for frame_bytes in (0, (64 << 20) + 1):
+        with pytest.raises(UserError, match=f"frames of {frame_bytes} bytes"):
+            datakit.archive(store, str(tmp_path / "b"), frame_bytes=frame_bytes)
     for level in (0, 20, -1):
         with pytest.raises(UserError, match=f"there is no level {level}"):
             archive(store, str(tmp_path / "b"), level=level)

@@ -85,9 +85,8 @@ def test_an_interrupt_ends_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         threads.map(work, range(3), print)
 
 
-def test_progress_is_told_while_files_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datakit.store.file_threads.REPORT_EVERY_S", 0.01)
-    threads, told, lines = FileThreads(1), threading.Event(), list[str]()
+def test_progress_is_told_while_files_are_worked_on() -> None:
+    threads, told, lines = FileThreads(1, report_every_s=0.01), threading.Event(), list[str]()
 
     def report(line: str) -> None:
         lines.append(line)

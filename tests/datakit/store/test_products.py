@@ -40,8 +40,8 @@ from datakit import (
     where,
     write_store,
 )
-from datakit.shards import shard_tokens
 from tests.datakit.rows.test_packing_format import compact
+from tests.datakit.support.small_blocks import cut_blocks
 from tests.datakit.test_token_store_format import permuted
 from threefold.errors import CheckFailed, UserError
 
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TokenStore]:
     """Return what opens one of the stores by its place and rows."""
-    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 512)
+    cut_blocks(monkeypatch, 512)
 
     def open_store(name: str, place: str, rows: str) -> TokenStore:
         packing = None
@@ -309,16 +309,13 @@ def test_pickles_of_the_release_before_are_read(folder: Path, tmp_path: Path) ->
             reopen(*others, **named)
 
 
-def test_what_is_another_store_or_index_by_now_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_another_store_or_index_by_now_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "a"
     write_store(path, documents(3), vocab_size=300)
     folder, _ = pack(path, seq_length=L)
     content = pickle.dumps(TokenStore.open(path, rows=Packing("best_fit", L)))
     shutil.rmtree(folder)
-    monkeypatch.setattr("datakit.rows.pack.WINDOW_DOCUMENTS", 20)
-    pack(path, seq_length=L)
+    pack(path, seq_length=L, window_documents=20)
     with pytest.raises(UserError, match=f"{folder} is not the index that was pickled"):
         pickle.loads(content)
     shutil.rmtree(path)

@@ -19,42 +19,30 @@ from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds `store`, and `archive` of it."""
-    folder = tmp_path_factory.mktemp("unarchiving")
-    make_store(folder / "store")
-    make_archive(folder / "store", str(folder / "archive"))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.mark.parametrize("kind", ["store", "archive"])
 @pytest.mark.parametrize("place", ["folder", "memory", "s3"])
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_the_store_comes_back_from_everywhere(
-    folder: Path, tmp_path: Path, request: pytest.FixtureRequest, kind: str, place: str, num_workers: int
+    archived: Path, tmp_path: Path, request: pytest.FixtureRequest, kind: str, place: str, num_workers: int
 ) -> None:
-    url = str(folder / kind)
+    url = str(archived / kind)
     if place != "folder":
         url = request.getfixturevalue("s3_url") if place == "s3" else f"memory://{uuid.uuid4().hex}"
         storage = open_storage(url)
-        for name, content in files_of(folder / kind).items():
+        for name, content in files_of(archived / kind).items():
             storage.write(name, content)
     store = unarchive(url, tmp_path / "u", num_workers=num_workers)
-    assert files_of(tmp_path / "u") == files_of(folder / "store")
-    assert store.fingerprint == TokenStore.open(folder / "store").fingerprint
+    assert files_of(tmp_path / "u") == files_of(archived / "store")
+    assert store.fingerprint == TokenStore.open(archived / "store").fingerprint
     assert not verify(tmp_path / "u")
 
 
 @pytest.mark.parametrize("steps", range(11))
 def test_one_killed_after_any_file_is_continued(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+    archived: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     """Begun from the archive, it may be continued from the store: the bytes are the same."""
     adopt, left, output = Output.adopt, steps, tmp_path / "u"
@@ -73,38 +61,38 @@ def test_one_killed_after_any_file_is_continued(
         patch.setattr(Output, "adopt", adopt_some)
         patch.setattr(Output, "write" if steps < 10 else "remove_work", kill)
         with pytest.raises(Killed):
-            unarchive(str(folder / "archive"), output)
+            unarchive(str(archived / "archive"), output)
     placed = {path.name: path.stat().st_ino for path in output.glob("shard*")}
     assert len(placed) == min(steps, 9)
     if steps < 10:
         with pytest.raises(UserError, match="is unfinished"):
             TokenStore.open(output)
-    unarchive(str(folder / ("store" if steps % 2 else "archive")), output)
-    assert files_of(output) == files_of(folder / "store")
+    unarchive(str(archived / ("store" if steps % 2 else "archive")), output)
+    assert files_of(output) == files_of(archived / "store")
     assert {name: (output / name).stat().st_ino for name in placed} == placed
 
 
-def test_a_complete_one_is_left_alone_and_another_refused(folder: Path, tmp_path: Path) -> None:
-    unarchive(str(folder / "archive"), tmp_path / "u")
+def test_a_complete_one_is_left_alone_and_another_refused(archived: Path, tmp_path: Path) -> None:
+    unarchive(str(archived / "archive"), tmp_path / "u")
     before = {path.name: os.stat(path).st_ino for path in (tmp_path / "u").iterdir()}
-    unarchive(str(folder / "archive"), tmp_path / "u")
+    unarchive(str(archived / "archive"), tmp_path / "u")
     assert {path.name: os.stat(path).st_ino for path in (tmp_path / "u").iterdir()} == before
     other = make_store(tmp_path / "other").path
     manifest = TokenStore.open(other).manifest
     (other / "manifest.json").write_bytes(manifest.encode().replace(b"\n", b"\n "))  # the same content, other bytes
     with pytest.raises(UserError, match="is not empty"):
-        unarchive(str(folder / "archive"), other)
+        unarchive(str(archived / "archive"), other)
     with pytest.raises(UserError, match="is not empty"):
-        unarchive(str(folder / "archive"), folder / "archive")
+        unarchive(str(archived / "archive"), archived / "archive")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "x").touch()
     with pytest.raises(UserError, match="is not empty: it holds x"):
-        unarchive(str(folder / "archive"), tmp_path / "mine")
+        unarchive(str(archived / "archive"), tmp_path / "mine")
 
 
 @pytest.mark.parametrize("kind", ["store", "archive"])
-def test_damage_is_told_and_what_was_fetched_is_kept(folder: Path, tmp_path: Path, kind: str) -> None:
-    shutil.copytree(folder / kind, tmp_path / "x")
+def test_damage_is_told_and_what_was_fetched_is_kept(archived: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(archived / kind, tmp_path / "x")
     file = tmp_path / "x" / f"shard-000001-000.idx{'.zst' if kind == 'archive' else ''}"
     sound = file.read_bytes()
     file.write_bytes(sound[:40] + bytes([sound[40] ^ 1]) + sound[41:])
@@ -114,69 +102,69 @@ def test_damage_is_told_and_what_was_fetched_is_kept(folder: Path, tmp_path: Pat
     assert len(placed) == 4
     file.write_bytes(sound)
     unarchive(str(tmp_path / "x"), tmp_path / "u")
-    assert files_of(tmp_path / "u") == files_of(folder / "store")
+    assert files_of(tmp_path / "u") == files_of(archived / "store")
     assert {name: (tmp_path / "u" / name).stat().st_ino for name in placed} == placed
 
 
 def test_a_read_that_fails_for_good_is_one_error_and_the_same_call_continues(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archived: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("datakit.shards.store_source.open_repeating", lambda url: failing(url, "read_ranges", after=9))
         with pytest.raises(StorageError, match="no read_ranges"):
-            unarchive(str(folder / "archive"), tmp_path / "u", num_workers=2)
+            unarchive(str(archived / "archive"), tmp_path / "u", num_workers=2)
     assert list((tmp_path / "u").glob("shard*"))
-    unarchive(str(folder / "archive"), tmp_path / "u")
-    assert files_of(tmp_path / "u") == files_of(folder / "store")
+    unarchive(str(archived / "archive"), tmp_path / "u")
+    assert files_of(tmp_path / "u") == files_of(archived / "store")
 
 
 @pytest.mark.ci
 @pytest.mark.slow
 def test_an_s3_server_that_goes_away_and_comes_back(
-    folder: Path, tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+    archived: Path, tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    make_archive(folder / "store", s3_url)
+    make_archive(archived / "store", s3_url)
     s3_proxy.fault = Fault("503", skip=15)
     with pytest.raises(StorageError, match="answered 503"):
         unarchive(s3_url, tmp_path / "u")
     s3_proxy.fault = Fault("reset", method="GET", skip=3, times=2, after_bytes=50)
     unarchive(s3_url, tmp_path / "u")
-    assert files_of(tmp_path / "u") == files_of(folder / "store")
+    assert files_of(tmp_path / "u") == files_of(archived / "store")
 
 
-def test_a_full_disk_is_one_error_and_the_same_call_continues(folder: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_error_and_the_same_call_continues(archived: Path, tmp_path: Path) -> None:
     program = (
         "import resource, signal, sys; from datakit import unarchive; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)); unarchive(sys.argv[1], sys.argv[2])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, folder / "archive", tmp_path / "u"], capture_output=True, text=True,
+        [sys.executable, "-c", program, archived / "archive", tmp_path / "u"], capture_output=True, text=True,
         check=False, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert "threefold.errors.StorageError: cannot write" in done.stderr
     assert "shard-000001-000.bin" in done.stderr
-    unarchive(str(folder / "archive"), tmp_path / "u")
-    assert files_of(tmp_path / "u") == files_of(folder / "store")
+    unarchive(str(archived / "archive"), tmp_path / "u")
+    assert files_of(tmp_path / "u") == files_of(archived / "store")
 
 
-def test_an_archive_is_no_store_to_open(folder: Path) -> None:
+def test_an_archive_is_no_store_to_open(archived: Path) -> None:
     with pytest.raises(StorageError, match="cannot read") as caught:
-        TokenStore.open(folder / "archive")
-    assert caught.value.hint == f"datakit unarchive {folder / 'archive'} --output STORE"
+        TokenStore.open(archived / "archive")
+    assert caught.value.hint == f"datakit unarchive {archived / 'archive'} --output STORE"
 
 
-def test_what_cannot_be_unarchived(tmp_path: Path, folder: Path) -> None:
+def test_what_cannot_be_unarchived(tmp_path: Path, archived: Path) -> None:
     with pytest.raises(UserError, match="is not a token store or archive"):
         unarchive(str(tmp_path / "nothing"), tmp_path / "u")
     with pytest.raises(UserError, match="0 workers"):
-        unarchive(str(folder / "archive"), tmp_path / "u", num_workers=0)
+        unarchive(str(archived / "archive"), tmp_path / "u", num_workers=0)
     assert not (tmp_path / "u").exists()
 
 
-def test_an_archive_of_what_was_unarchived_is_the_same(folder: Path, tmp_path: Path) -> None:
-    unarchive(str(folder / "archive"), tmp_path / "u")
+def test_an_archive_of_what_was_unarchived_is_the_same(archived: Path, tmp_path: Path) -> None:
+    unarchive(str(archived / "archive"), tmp_path / "u")
     make_archive(tmp_path / "u", str(tmp_path / "a"))
-    assert files_of(tmp_path / "a") == files_of(folder / "archive")
+    assert files_of(tmp_path / "a") == files_of(archived / "archive")
     archive(tmp_path / "u", str(tmp_path / "usual"))  # frames of the usual size
-    assert StoreSource.open(str(tmp_path / "usual")).manifest == StoreSource.open(str(folder / "store")).manifest
+    assert StoreSource.open(str(tmp_path / "usual")).manifest == StoreSource.open(str(archived / "store")).manifest

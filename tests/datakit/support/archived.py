@@ -27,9 +27,7 @@ def make_store(path: Path) -> TokenStore:
 
 def make_archive(store: Path, place: str) -> None:
     """An archive of many small frames."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datakit.store.archiving.FRAME_BYTES", FRAME_BYTES)
-        archive(store, place)
+    archive(store, place, frame_bytes=FRAME_BYTES)
 
 
 def failing(url: str, operation: str, *, after: int = 0, error: type[BaseException] = StorageError) -> Storage:

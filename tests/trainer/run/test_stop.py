@@ -35,11 +35,10 @@ ALL = [*stop.ENDING, *stop.ASKING]
 
 @pytest.mark.parametrize("number", ALL)
 def test_a_first_signal_is_noted_and_its_echo_is_no_second(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stop, "SAME_WITHIN_S", 60.0)
     before = [signal.getsignal(each) for each in ALL]
-    with StopRequest(speaks=True) as request:
+    with StopRequest(speaks=True, same_within_s=60.0) as request:
         for _ in range(2):
             os.kill(os.getpid(), number)
         wait_until(lambda: request.number == number)
@@ -61,11 +60,8 @@ def test_a_hangup_that_nohup_ignores_asks_for_nothing() -> None:
         signal.signal(signal.SIGHUP, usual)
 
 
-def test_what_a_scheduler_sends_ahead_is_no_first_of_two(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stop, "SAME_WITHIN_S", 0.0)
-    with StopRequest(speaks=True) as request:
+def test_what_a_scheduler_sends_ahead_is_no_first_of_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with StopRequest(speaks=True, same_within_s=0.0) as request:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
             os.kill(os.getpid(), number)
             time.sleep(0.05)  # a process that ends at once ends the test run

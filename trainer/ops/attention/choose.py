@@ -38,20 +38,27 @@ def backend_named(name: str) -> Backend:
     raise UserError(f"no attention backend is named {name!r}", hint=f"one of {names}")
 
 
-def choose(q_TNH: Tensor, k_UKH: Tensor, mask: Mask, *, deterministic: bool = False) -> str:
+def choose(
+    q_TNH: Tensor,
+    k_UKH: Tensor,
+    mask: Mask,
+    *,
+    deterministic: bool = False,
+    backends: tuple[Backend, ...] = BACKENDS,
+) -> str:
     """Return the name of the backend for tensors like these; their values are not read.
 
     On CUDA forward and backward of each backend that takes them are timed, and the fastest is returned. On the CPU, and
-    where `deterministic` is asked for, it is the first in the order of BACKENDS whose backward repeats its bits.
+    where `deterministic` is asked for, it is the first of `backends` whose backward repeats its bits.
     """
-    takers = [each for each in BACKENDS if each.refusal(q_TNH, k_UKH, mask) is None]
+    takers = [each for each in backends if each.refusal(q_TNH, k_UKH, mask) is None]
     if deterministic or q_TNH.device.type == "cpu":
         return next(each.name for each in takers if each.is_deterministic)
     if len(takers) > 1:
         takers = takers[:-1]  # the reference is slow wherever there is another
     seconds = {each.name: _seconds(each, q_TNH, k_UKH, mask) for each in takers}
     fastest = min(seconds, key=seconds.__getitem__)
-    return fastest if seconds[fastest] < float("inf") else BACKENDS[-1].name
+    return fastest if seconds[fastest] < float("inf") else backends[-1].name
 
 
 def _seconds(backend: Backend, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> float:
