@@ -105,12 +105,16 @@ def sampled_granules(num_granules: int, share: float, seed: Sequence[int]) -> Gr
 
 
 def check_data(
-    reader: CheckpointReader, number: int, index: PartIndex, granules: Granules | None = None
+    reader: CheckpointReader,
+    number: int,
+    index: PartIndex,
+    granules: Granules | None = None,
+    max_chunks: int = MAX_CHUNKS,
 ) -> tuple[int, list[Fault]]:
     """Return the bytes read of a data file, all its granules or some, and the faults in them."""
     part, faults = reader.root.parts[number], list[Fault]()
-    if len(index.chunks) > MAX_CHUNKS:
-        return 0, [Fault(part.index, f"{len(index.chunks)} chunks, a file has at most {MAX_CHUNKS}")]
+    if len(index.chunks) > max_chunks:
+        return 0, [Fault(part.index, f"{len(index.chunks)} chunks, a file has at most {max_chunks}")]
     header = DataFile.of(index.chunks).header
     if len(header) != index.data_offset:
         what = f"its index puts the data at byte {index.data_offset}, its chunks at {len(header)}"

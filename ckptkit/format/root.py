@@ -111,7 +111,7 @@ class Root:
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"the metadata of a save is not JSON: {error}") from None
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, max_bytes: int = MAX_ROOT_BYTES) -> bytes:
         """Return the manifest: one line a tensor and a part, a checksum of all that comes before it at the end."""
         head: dict[str, object] = {
             "format": FORMAT,
@@ -133,8 +133,8 @@ class Root:
         fields += [f'"{name}": [\n{joined}\n]' for name, joined in (
             ("tensors", tensor_lines(self.tensors)), ("parts", ",\n".join(parts)))]  # fmt: skip
         body = ("{\n" + ",\n".join(fields)).encode()
-        if len(body) > MAX_ROOT_BYTES - 64:
-            text = f"the root of step {self.step} has {len(body):,} bytes, at most {MAX_ROOT_BYTES:,} can be read"
+        if len(body) > max_bytes - 64:
+            text = f"the root of step {self.step} has {len(body):,} bytes, at most {max_bytes:,} can be read"
             raise UserError(text, hint="keep large values in tensors, not in the metadata")
         return body + f',\n"checksum": "{xxh3_64(body):016x}"\n}}\n'.encode()
 

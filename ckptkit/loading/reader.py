@@ -32,7 +32,6 @@ from threefold.closing import Closing
 from threefold.storage import Storage
 
 # each keeps a granule and two descriptors, and two checkpoints may be open
-MAX_OPEN_FILES = max(4, min(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 # members of `files` that a reader had itself in the version before
 MOVED = {
     "check_still_there", "folder", "index_file", "is_given_up", "loss_as_damage", "open_part", "read_index",
@@ -50,6 +49,7 @@ class CheckpointReader(Closing):
     """
 
     files: StepFiles
+    max_open_files = max(4, min(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 
     def __init__(
         self, storage: Storage, step: int, *, num_threads: int | None = None, exchange: Exchange | None = None,
@@ -128,8 +128,8 @@ class CheckpointReader(Closing):
         parts, first = np.unique(plan.part, return_index=True)
         ends = [*first[1:].tolist(), len(plan)]
         spans = list(zip(parts.tolist(), map(slice, first.tolist(), ends), strict=True))
-        for begin in range(0, len(spans), MAX_OPEN_FILES):
-            group = spans[begin : begin + MAX_OPEN_FILES]
+        for begin in range(0, len(spans), self.max_open_files):
+            group = spans[begin : begin + self.max_open_files]
             threads_each = max(num_threads // len(group), 1)
 
             def read(span: tuple[int, slice], num_threads: int = threads_each) -> None:
@@ -160,11 +160,11 @@ class CheckpointReader(Closing):
 
     @contextmanager
     def _opened(self, number: int) -> Iterator[DataReader]:
-        """Yield the open data file of a part; up to MAX_OPEN_FILES stay open, and more while they are in use."""
+        """Yield the open data file of a part; up to `max_open_files` stay open, and more while they are in use."""
         with self._opening:
             if number not in self._open:
                 idle = [each for each in self._open if not self._uses[each]]
-                for each in idle[: max(len(self._open) - MAX_OPEN_FILES + 1, 0)]:
+                for each in idle[: max(len(self._open) - self.max_open_files + 1, 0)]:
                     self._close(each)
                 part = self.root.parts[number]
                 with self.files.loss_as_damage(part.data, part.data_bytes, part):

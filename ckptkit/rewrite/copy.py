@@ -62,6 +62,7 @@ def copy_step(
     verify: bool = False,
     progress: Progress = lambda done, total: None,
     dry_run: bool = False,
+    files_at_once: int = FILES_AT_ONCE,
 ) -> CopyReport:
     """Copy the checkpoint of an open reader to the same step of another storage, and commit it there.
 
@@ -95,7 +96,7 @@ def copy_step(
     with CheckpointReader(target, step, root=source.root) as copy:
         if not is_there:
             copying = _Copying(source, target, progress)
-            with reading_threads(FILES_AT_ONCE, source, copy) as pool:
+            with reading_threads(files_at_once, source, copy) as pool:
                 sizes = list(pool.map(copying.copy_part, range(len(source.root.parts))))
             copied, num_kept = sum(copied for copied, _ in sizes), sum(num_kept for _, num_kept in sizes)
             is_summed = copying.is_summed and is_readable(source.root.certificate)

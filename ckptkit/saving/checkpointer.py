@@ -38,7 +38,6 @@ from threefold.errors import StorageError, UserError
 
 DEFAULTS = CheckpointerOptions()
 MAX_SAVES = 10**9  # whose attempts have names of their own
-GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
 
 
 class Checkpointer(Closing):
@@ -46,6 +45,8 @@ class Checkpointer(Closing):
 
     `attempt` is one start's name, on all ranks. No pruning takes the steps `needed`. One thread at a time calls it.
     """
+
+    _give_up_within_s = 2.0  # a writer that does not give a save up within this is killed
 
     def __init__(
         self, url: str, *, rank: int = 0, world_size: int = 1, attempt: str,
@@ -268,7 +269,7 @@ class Checkpointer(Closing):
     def _give_up(self, running: RunningSave, reason: str) -> None:
         """End a save, which leaves nothing behind; by a kill if the writer does not listen."""
         running.give_up(reason)
-        deadline = time.monotonic() + GIVE_UP_WITHIN_S
+        deadline = time.monotonic() + self._give_up_within_s
         while self._running is not None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:

@@ -16,8 +16,6 @@ from ckptkit.handoff.ring_signals import Signal, readable
 from ckptkit.saving.staging import Arena
 from threefold.child_python import python_command, search_path
 
-CLOSE_WITHIN_S = 10.0
-DIE_WITHIN_S = 10.0  # once killed; a process that hangs in a dead file system takes for ever
 EXIT_WITHIN_S = 10.0  # once it closed its end
 READ_BYTES = 1 << 16
 MAX_SAID_BYTES = 2000  # of what a dead writer said
@@ -28,6 +26,9 @@ class WriterProcess:
 
     Of the trainer's process: the thread that copies alone listens while it runs, else the Checkpointer's caller.
     """
+
+    close_within_s = 10.0
+    die_within_s = 10.0  # once killed; a process that hangs in a dead file system takes for ever
 
     def __init__(self, arena: Arena) -> None:
         # Not the trainer's stderr: whoever reads that to its end would wait for a writer that outlives the trainer.
@@ -115,7 +116,7 @@ class WriterProcess:
     def end_orders(self) -> None:
         """Let the writer know that no order follows; it copies what it has to, and ends."""
         if not self._input.closed:
-            self.send(NO_MORE, CLOSE_WITHIN_S)
+            self.send(NO_MORE, self.close_within_s)
             self._input.close()
 
     def kill(self) -> None:
@@ -123,14 +124,14 @@ class WriterProcess:
         self._process.kill()
         self._was_killed = True
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(DIE_WITHIN_S)
+            self._process.wait(self.die_within_s)
 
     def close(self) -> None:
         """Let it end by itself, and wait for that; not for one that was killed."""
         self.end_orders()
         if not self._was_killed:
             try:
-                self._process.wait(CLOSE_WITHIN_S)
+                self._process.wait(self.close_within_s)
             except subprocess.TimeoutExpired:
                 self.kill()
         self._output.close()

@@ -1,7 +1,7 @@
 """save: the easy case. One call writes this rank's part of a step, durable when it returns.
 
 No arena and no writer process: host memory is written from where it is, what is on a device goes through two
-page-locked buffers of BOUNCE_BYTES. For benchmarks and small programs; training saves through a Checkpointer.
+page-locked buffers of `block_bytes`. For benchmarks and small programs; training saves through a Checkpointer.
 """
 
 import secrets
@@ -34,7 +34,7 @@ BOUNCE_BYTES = 64 << 20
 def save(
     url: str, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,
     num_layers: int, metadata: Mapping[str, Any], rank: int = 0, world_size: int = 1, attempt: str | None = None,
-    deadline_s: float = 600.0, awaits_commit: bool = True,
+    deadline_s: float = 600.0, awaits_commit: bool = True, block_bytes: int = BOUNCE_BYTES,
 ) -> Root | None:  # fmt: skip
     """Write this rank's pieces as part of a step of the run at `url`; it is committed when any rank's call returns.
 
@@ -57,18 +57,19 @@ def save(
     draft = Root(step, attempt, layout, num_layers, table, (), metadata)
     draft.check()
     return write_pieces(
-        target, pieces, tensors, None if rank else draft, deadline_s=deadline_s, awaits_commit=awaits_commit
-    )
+        target, pieces, tensors, None if rank else draft, deadline_s=deadline_s, awaits_commit=awaits_commit,
+        block_bytes=block_bytes,
+    )  # fmt: skip
 
 
 def write_pieces(
     target: StepTarget, pieces: Sequence[Piece], tensors: Sequence[TensorInfo], draft: Root | None, *,
-    deadline_s: float = 600.0, awaits_commit: bool = True,
+    deadline_s: float = 600.0, awaits_commit: bool = True, block_bytes: int = BOUNCE_BYTES,
 ) -> Root | None:  # fmt: skip
     """Write a writer's pieces, and commit if it has the root's draft; the rest is as in `save`."""
     table, plan = tensor_table(tensors), plan_save(pieces, tensors)
     check_memory(pieces, piece_sizes(pieces, tensors), [table[piece.name].dtype for piece in pieces])
-    layout = BlockLayout.of(plan, len(pieces), BOUNCE_BYTES)
+    layout = BlockLayout.of(plan, len(pieces), block_bytes)
     sources = [piece.data for piece in pieces] + [np.frombuffer(file.header, np.uint8) for file in plan.files]
     copies, transfers = BlockCopies(layout, sources), (Transfer(), Transfer())
     with ExitStack() as stack:
@@ -82,7 +83,7 @@ def write_pieces(
                 blocks = _in_place(copies, first, layout.first_blocks[number + 1])
             else:
                 load = partial(_load, copies, transfers, first)
-                blocks = stack.enter_context(closing(double_buffered(load, file.size_bytes, BOUNCE_BYTES)))
+                blocks = stack.enter_context(closing(double_buffered(load, file.size_bytes, block_bytes)))
             parts.append(PartSource(file.draft_index(), blocks, is_reused=not copies.are_from_host))
         return write_step(target, parts, draft, lambda _: deadline_s, awaits_commit=awaits_commit)
 
@@ -98,6 +99,6 @@ def _in_place(copies: BlockCopies, first: int, stop: int) -> Iterator[Columns]:
 
 def _load(copies: BlockCopies, transfers: Sequence[Transfer], first: int, start: int, memory: Bytes) -> None:
     """Fill one of two buffers with the block at a byte of the file whose first block is given."""
-    number = start // BOUNCE_BYTES
+    number = start // copies.layout.block_bytes
     part = copies.layout.between(first + number, first + number + 1)
     copies.copy(part, copies.layout.at[part], memory, transfers[number % 2])

@@ -174,10 +174,10 @@ def test_the_root_of_another_step_is_refused(tmp_path: Path) -> None:
         CheckpointReader(open_storage(tmp_path), 10)
 
 
-def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.loading.reader.MAX_OPEN_FILES", 2)
+def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     arrays = make_checkpoint(LocalStorage(tmp_path))
     with CheckpointReader(open_storage(tmp_path), 9) as reader:
+        reader.max_open_files = 2
         wanted = rank_chunks(list(reader.root.tensors.values()), LAYERS, ParallelLayout(), ParallelLayout().coords(0))
         targets = [np.zeros(info.numel, np.float32) for info, *_ in wanted]
         reader.read(ChunkTable.of(wanted), addresses_of(targets))

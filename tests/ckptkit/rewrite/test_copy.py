@@ -32,7 +32,7 @@ def make(folder: Path, step: int = 9) -> Path:
     return folder
 
 
-def copy(source: Path | str, target: Path | str | Storage, **options: bool) -> CopyReport:
+def copy(source: Path | str, target: Path | str | Storage, **options: int) -> CopyReport:
     to = target if not isinstance(target, Path | str) else open_storage(target)
     with CheckpointReader(open_storage(source), 9) as reader:
         return copy_step(reader, to, **options)
@@ -125,9 +125,8 @@ def test_a_copy_that_went_wrong_is_not_committed(tmp_path: Path, verify: bool, m
             data.write_bytes(data.read_bytes()[:-1] + (b"\xff" if verify else b""))
 
     monkeypatch.setattr(advance, spoil)
-    monkeypatch.setattr("ckptkit.rewrite.copy.FILES_AT_ONCE", 1)
     with pytest.raises(CheckFailed, match=r"the copy in .* is damaged: a1/part-00000\.safetensors"):
-        copy(source, target, verify=verify)
+        copy(source, target, verify=verify, files_at_once=1)
     assert committed_steps(open_storage(target)) == []
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
-from ckptkit.saving import checkpointer as checkpointer_module
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveCounts
 from tests.ckptkit.support.saves import (
     NUM_LAYERS,
@@ -83,10 +82,10 @@ def test_nobody_waits_for_a_rank_that_skips(s3_proxy: FaultProxy, s3_url: str) -
 @pytest.mark.ci
 @pytest.mark.parametrize(("delay_s", "patience_s"), [pytest.param(0.5, 30.0, marks=pytest.mark.slow), (60.0, 0.2)])
 def test_an_older_save_is_given_up_for_a_newer(
-    s3_proxy: FaultProxy, s3_url: str, delay_s: float, patience_s: float, monkeypatch: pytest.MonkeyPatch
+    s3_proxy: FaultProxy, s3_url: str, delay_s: float, patience_s: float
 ) -> None:
-    monkeypatch.setattr(checkpointer_module, "GIVE_UP_WITHIN_S", patience_s)
     with Checkpointer(s3_url, attempt="a", options=options("abort")) as checkpointer:
+        checkpointer._give_up_within_s = patience_s
         writer = checkpointer.writer_pid
         s3_proxy.fault = Fault("delay", method="PUT", delay_s=delay_s, times=1)
         save_one(checkpointer, 1, SMALL)
@@ -141,12 +140,10 @@ def test_no_save_is_given_up_for_a_faulty_one(s3_proxy: FaultProxy, s3_url: str)
 
 @pytest.mark.ci
 @pytest.mark.slow
-def test_what_another_rank_gave_up_is_not_waited_for(
-    s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpointer_module, "GIVE_UP_WITHIN_S", 0.2)
+def test_what_another_rank_gave_up_is_not_waited_for(s3_proxy: FaultProxy, s3_url: str) -> None:
     layout = ParallelLayout(dp=2)
     made = [Checkpointer(s3_url, rank=r, world_size=2, attempt="a", options=options("abort")) for r in (0, 1)]
+    made[1]._give_up_within_s = 0.2
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=60.0, times=1)
     save_one(made[1], 1, SMALL, layout, 1)
     wait_until(lambda: s3_proxy.num_faults == 1)

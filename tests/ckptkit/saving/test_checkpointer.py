@@ -23,7 +23,6 @@ from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
-from ckptkit.saving import client as writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
 from ckptkit.tiers.tier import Tier
@@ -239,8 +238,8 @@ def test_a_writer_that_takes_no_order_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_writer_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that hangs in a dead file system."""
-    monkeypatch.setattr(writer_process, "DIE_WITHIN_S", 0.1)
     with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=5.0)) as checkpointer:
+        checkpointer._writer.die_within_s = 0.1
         save_one(checkpointer, 1, SMALL)
         assert checkpointer.wait()[0].ok
         hanging = checkpointer.writer_pid
@@ -308,7 +307,7 @@ def test_a_process_that_holds_the_pipe_open_does_not_keep_a_writer_from_ending(
         held = os.dup(checkpointer._writer._input.fileno())
         save_one(checkpointer, 1, SMALL)
         checkpointer.wait()
-        monkeypatch.setattr(writer_process, "CLOSE_WITHIN_S", 30.0)
+        checkpointer._writer.close_within_s = 30.0
         monkeypatch.delattr(subprocess.Popen, "kill")
     os.close(held)
 

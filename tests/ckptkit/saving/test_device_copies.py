@@ -91,7 +91,7 @@ def test_a_checkpointer_saves_them(tmp_path: Path, pieces: list[Piece], overlap:
 
 
 @pytest.mark.parametrize("pieces", ["all", "some"], indirect=True)
-def test_one_call_saves_them(tmp_path: Path, pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_module, "BOUNCE_BYTES", 4 << 20)
-    save(str(tmp_path), 1, pieces, tensors=TENSORS, layout=ONE, num_layers=NUM_LAYERS, metadata={"scale": 1})
+def test_one_call_saves_them(tmp_path: Path, pieces: list[Piece]) -> None:
+    common = {"tensors": TENSORS, "layout": ONE, "num_layers": NUM_LAYERS, "metadata": {"scale": 1}}
+    save(str(tmp_path), 1, pieces, **common, block_bytes=4 << 20)
     assert_holds(tmp_path, 1, TENSORS)

@@ -31,18 +31,13 @@ def save(url: object, step: int, layout: ParallelLayout = ONE, rank: int = 0, **
     )  # fmt: skip
 
 
-@pytest.fixture
-def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a MiB, or as many bytes as the test says."""
-    monkeypatch.setattr(saving, "BOUNCE_BYTES", getattr(request, "param", 1 << 20))
-
-
-@pytest.mark.parametrize("_blocks", [saving.BOUNCE_BYTES, 1 << 20], indirect=True)
+@pytest.mark.parametrize("block_bytes", [saving.BOUNCE_BYTES, 1 << 20])
 @pytest.mark.parametrize("place", ["local", "s3"])
-@pytest.mark.usefixtures("_blocks")
-def test_a_step_is_committed_on_return(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_step_is_committed_on_return(
+    place: str, block_bytes: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     url = str(tmp_path) if place == "local" else request.getfixturevalue("s3_url")
-    root = save(url, 3)
+    root = save(url, 3, block_bytes=block_bytes)
     assert root is not None
     assert root.metadata == {"scale": 1}
     assert_holds(url, 3, SMALL)
@@ -52,13 +47,13 @@ def test_a_step_is_committed_on_return(place: str, tmp_path: Path, request: pyte
         save(url, 3)
 
 
-@pytest.mark.usefixtures("_blocks")
 def test_blocks_of_many_pieces_and_pieces_of_many_blocks(tmp_path: Path) -> None:
     sizes = [3 << 20, 100, 1 << 20, 700_000, 700_000, 5 << 20]
     tensors = [ckptkit.TensorInfo(f"layers.{n}.w", "U8", (size,), ckptkit.Placement(n)) for n, size in enumerate(sizes)]
     arrays = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)]
     pieces = [ckptkit.Piece.whole(t.name, ckptkit.Box((0,), t.shape), a) for t, a in zip(tensors, arrays, strict=True)]
-    ckptkit.save(str(tmp_path), 1, pieces, tensors=tensors, layout=ONE, num_layers=len(sizes), metadata={})
+    how = {"tensors": tensors, "layout": ONE, "num_layers": len(sizes), "metadata": {}}
+    ckptkit.save(str(tmp_path), 1, pieces, **how, block_bytes=1 << 20)
     restored = [ckptkit.Piece(p.name, p.box, p.start, p.stop, np.zeros_like(p.data)) for p in pieces]
     ckptkit.restore(str(tmp_path), 1, restored)
     assert all((a.data == b.data).all() for a, b in zip(restored, pieces, strict=True))

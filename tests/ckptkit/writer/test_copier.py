@@ -22,7 +22,6 @@ from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
-from ckptkit.saving import client as writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Tier
 from ckptkit.writer import copier
@@ -335,11 +334,11 @@ def test_a_writer_that_died_after_its_save_does_not_keep_the_last_step_from_its_
 @pytest.mark.ci
 @pytest.mark.slow
 def test_a_copy_that_is_not_done_when_the_time_for_closing_is_over_is_told(
-    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
-    monkeypatch.setattr(writer_process, "CLOSE_WITHIN_S", 0.1)
     options = CheckpointerOptions(timeout_s=3.0, tiers=(Tier(s3_url),))
     with Checkpointer(str(tmp_path), attempt="a", options=options) as checkpointer:
+        checkpointer._writer.close_within_s = 0.1
         s3_proxy.fault = Fault("delay", method="PUT", delay_s=30.0)
         save_one(checkpointer, 1, SMALL)
         reports = checkpointer.close()

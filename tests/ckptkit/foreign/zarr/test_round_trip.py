@@ -59,10 +59,16 @@ def read_zarr(folder: Path) -> np.ndarray:
     return whole[: shape[0]]
 
 
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of a test have several chunks too."""
+    monkeypatch.setattr(tensorstore_export, "CHUNK_BYTES", 800)
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_any_reader_of_zarr_sees_the_values_and_the_same_call_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tensorstore_export, "CHUNK_BYTES", 1000)
     expected = save(tmp_path / "run")
     words = ("export", tmp_path / "run", tmp_path / "out", "--to", "tensorstore")
     assert call(*words, "--dry-run") == 0
@@ -89,9 +95,9 @@ def test_a_damaged_step_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_comes_back_with_placements_and_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_a_run_comes_back_with_placements_and_metadata(tmp_path: Path) -> None:
     pytest.importorskip("tensorstore", reason=NEEDED)
-    monkeypatch.setattr(tensorstore_export, "CHUNK_BYTES", 1000)
     save(tmp_path / "run")
     assert call("export", tmp_path / "run", tmp_path / "out", "--to", "tensorstore") == 0
     assert call("diff", f"tensorstore:{tmp_path / 'out'}", tmp_path / "run") == 0
@@ -191,6 +197,7 @@ def break_off(folder: Path) -> None:
     (folder / ".export.json").write_text("{}")
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -203,11 +210,10 @@ def break_off(folder: Path) -> None:
     ],
 )
 def test_an_export_that_lost_something_is_refused(
-    tmp_path: Path, change: Any, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, change: Any, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Though to Zarr what is not there is a value; no option takes it."""
     pytest.importorskip("tensorstore", reason=NEEDED)
-    monkeypatch.setattr(tensorstore_export, "CHUNK_BYTES", 800)
     save(tmp_path / "run")
     assert call("export", tmp_path / "run", tmp_path / "out", "--to", "tensorstore") == 0
     change(tmp_path / "out")
