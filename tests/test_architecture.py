@@ -78,16 +78,16 @@ def module_name(path: Path) -> str:
 @cache
 def imports(path: Path) -> frozenset[str]:
     """All modules that a file names in imports, with `from package import module` as that module."""
-    found = set()
+    imported = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.module is not None, f"{place(path)} line {node.lineno}: a relative import"
             assert not node.level, f"{place(path)} line {node.lineno}: a relative import"
             modules = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if is_module(name) else node.module for name in modules}
-    return frozenset(found)
+            imported |= {name if is_module(name) else node.module for name in modules}
+    return frozenset(imported)
 
 
 def is_module(name: str) -> bool:
@@ -127,11 +127,11 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(sorted(group) for group in groups)
 
 
-def shrinks(name: str, allowed: set[str], found: Iterable[str]) -> None:
+def shrinks(name: str, allowed: set[str], broken: Iterable[str]) -> None:
     """Fail on what is not on a list of exceptions, and on what is there and no longer occurs."""
-    found = set(found)
-    assert not found - allowed, f"not in order: {sorted(found - allowed)}"
-    assert not allowed - found, f"mended, take it out of {name}: {sorted(allowed - found)}"
+    broken = set(broken)
+    assert not broken - allowed, f"not in order: {sorted(broken - allowed)}"
+    assert not allowed - broken, f"mended, take it out of {name}: {sorted(allowed - broken)}"
 
 
 @pytest.mark.parametrize("kit", KITS)
@@ -148,7 +148,7 @@ def test_a_kit_imports_only_what_is_below_it(kit: str) -> None:
 
 
 def test_a_folder_imports_only_folders_below_it() -> None:
-    found = set()
+    imports = set()
     for kit, order in FOLDERS.items():
         folders = {path.name for path in (ROOT / kit).iterdir() if any(path.glob("*.py"))}
         assert folders <= set(order), f"{kit}/: give {sorted(folders - set(order))} a place in FOLDERS"
@@ -156,19 +156,19 @@ def test_a_folder_imports_only_folders_below_it() -> None:
         for folder, imported in folder_graph().items():
             if folder in height:
                 inside = {name for name in imported if name.split(".")[0] == kit}
-                found |= {f"{folder} -> {name}" for name in inside if height.get(name, len(order)) >= height[folder]}
-    shrinks("UPWARD", UPWARD, found)
+                imports |= {f"{folder} -> {name}" for name in inside if height.get(name, len(order)) >= height[folder]}
+    shrinks("UPWARD", UPWARD, imports)
 
 
 @pytest.mark.parametrize("graph", [module_graph, folder_graph])
 def test_nothing_imports_itself_round_about(graph: Callable[[], dict[str, set[str]]]) -> None:
-    found = graph()
-    num_imports = sum(map(len, found.values()))
-    print(f"{graph.__name__}: {len(found)} nodes, {num_imports} imports, {len(cycles(found))} cycles")
+    imports = graph()
+    num_imports = sum(map(len, imports.values()))
+    print(f"{graph.__name__}: {len(imports)} nodes, {num_imports} imports, {len(cycles(imports))} cycles")
     if graph is folder_graph:
-        assert cycles(found) == []
+        assert cycles(imports) == []
     else:
-        shrinks("CYCLES", CYCLES, (first for first, *_ in cycles(found)))
+        shrinks("CYCLES", CYCLES, (first for first, *_ in cycles(imports)))
 
 
 def test_cycles_are_found() -> None:
@@ -202,7 +202,7 @@ def test_programs_import_no_private_name(folder: str) -> None:
 @cache
 def functions(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """The functions of a file by place and name, those in classes and functions too."""
-    found = []
+    long_files = []
     waiting: list[tuple[str, ast.AST]] = [(f"{place(path)}: ", tree(path))]
     while waiting:
         name, node = waiting.pop()
@@ -211,9 +211,9 @@ def functions(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunction
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 inner = f"{name}{child.name}."
                 if not isinstance(child, ast.ClassDef):
-                    found.append((f"{name}{child.name}", child))
+                    long_files.append((f"{name}{child.name}", child))
             waiting.append((inner, child))
-    return found
+    return long_files
 
 
 def limited() -> list[Path]:
@@ -241,14 +241,14 @@ def test_functions_are_short() -> None:
 
 
 def test_functions_have_few_parameters() -> None:
-    found = set()
+    names = set()
     for path in limited():
         for name, node in functions(path):
             named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = sum(each.arg not in ("self", "cls") for each in named)
             if count + (node.args.vararg is not None) + (node.args.kwarg is not None) > PARAMETERS:
-                found.add(name)
-    shrinks("MANY_PARAMETERS", MANY_PARAMETERS, found)
+                names.add(name)
+    shrinks("MANY_PARAMETERS", MANY_PARAMETERS, names)
 
 
 def test_helpers_of_tests_check_under_python_o_too() -> None:

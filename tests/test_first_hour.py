@@ -31,7 +31,7 @@ device = "cpu"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as it is after an hour: a corpus, tokenizers, stores, runs and some other files."""
     folder = tmp_path_factory.mktemp("hour")
     (folder / "corpus").mkdir()
@@ -51,10 +51,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_folder(made_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of that folder, which is the current one."""
     folder = tmp_path / "here"
-    shutil.copytree(made, folder)
+    shutil.copytree(made_run, folder)
     monkeypatch.chdir(folder)
     return folder
 
@@ -139,22 +139,22 @@ def files_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_a_wrong_input_is_named_and_led_on(here: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_wrong_input_is_named_and_led_on(run_folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, *needles = WRONG[command]
-    before = files_of(here)
+    before = files_of(run_folder)
     kit, *words = shlex.split(command)
     try:
         found = importlib.import_module(f"{kit}.cli").main(words)
     except SystemExit as end:
         found = end.code
-    said = capsys.readouterr().err
-    assert found == code, said
-    assert len(re.findall("^error: ", said, re.MULTILINE)) == 1, said
-    assert len(re.findall("^hint: .", said, re.MULTILINE)) == 1, said
-    assert "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert found == code, printed
+    assert len(re.findall("^error: ", printed, re.MULTILINE)) == 1, printed
+    assert len(re.findall("^hint: .", printed, re.MULTILINE)) == 1, printed
+    assert "Traceback" not in printed
     for needle in needles:
-        assert needle in said
-    assert files_of(here) == before
+        assert needle in printed
+    assert files_of(run_folder) == before
 
 
 def test_there_are_enough_of_them() -> None:
@@ -162,7 +162,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_another_model_is_named_by_its_settings(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("train", "run.toml", "--save", "trained") == 0
     capsys.readouterr()
@@ -172,13 +172,13 @@ def test_another_model_is_named_by_its_settings(
     assert re.search(r"^  embed.weight: F32 \[300, 16\], wanted F32 \[300, 32\]$", said, re.MULTILINE)
 
 
-def test_a_folder_that_exists_may_have_any_name(here: Path) -> None:
-    (here / "s3").mkdir()
-    shutil.copytree(here / "run", here / "s3" / "run")
+def test_a_folder_that_exists_may_have_any_name(run_folder: Path) -> None:
+    (run_folder / "s3").mkdir()
+    shutil.copytree(run_folder / "run", run_folder / "s3" / "run")
     assert importlib.import_module("ckptkit.cli").main(["ls", "s3//run"]) == 0
 
 
-def test_a_model_folder_stands_for_its_tokenizer(here: Path) -> None:
-    shutil.copy(here / "tok.json", here / "model" / "tokenizer.json")
+def test_a_model_folder_stands_for_its_tokenizer(run_folder: Path) -> None:
+    shutil.copy(run_folder / "tok.json", run_folder / "model" / "tokenizer.json")
     datakit = importlib.import_module("datakit.cli").main
     assert datakit(["preprocess", "corpus", "--output", "x", "--tokenizer", "model"]) == 0

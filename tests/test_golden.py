@@ -113,14 +113,14 @@ class TestOfACheckpoint:
 
     def test_it_is_restored_whole_with_its_metadata(self, folder: Path, step: int) -> None:
         tensors = make.table(folder.name)
-        wanted = {info.name: make.values(info, step) for info in tensors if info.placement.tied_to is None}
+        expected = {info.name: make.values(info, step) for info in tensors if info.placement.tied_to is None}
         pieces = [
             Piece(name, Box((0,) * value.ndim, value.shape), 0, value.size, np.zeros_like(value).reshape(-1))
-            for name, value in wanted.items()
+            for name, value in expected.items()
         ]
         root = ckptkit.restore(f"{folder}/run", step, pieces, tensors=tensors)
         for piece in pieces:
-            assert piece.data.tobytes() == wanted[piece.name].tobytes(), piece.name
+            assert piece.data.tobytes() == expected[piece.name].tobytes(), piece.name
         assert root.metadata == {"step": step, "val_loss": 1000 / step, "seed": "0x5eed"}
         assert str(root.layout) == make.layouts(folder.name)[step]
         assert list(root.tensors.values()) == tensors, "placements too, whatever version of the root they are from"

@@ -196,14 +196,14 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
 
 def sections() -> list[object]:
     """Each guide's sections that have commands: the guide's name, the title, the commands."""
-    found = []
+    blocks = []
     for guide in GUIDES:
         for section in guide.read_text().split("\n## ")[1:]:
             commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
             if commands:
                 title = section.partition("\n")[0]
-                found.append(pytest.param(guide.stem, title, commands, id=f"{guide.stem}: {title}"))
-    return found
+                blocks.append(pytest.param(guide.stem, title, commands, id=f"{guide.stem}: {title}"))
+    return blocks
 
 
 @pytest.fixture(scope="module")
@@ -279,23 +279,23 @@ def test_every_command_of_a_guide_runs(
             pytest.importorskip(package, reason=f"needs {package}: pip install {package}", exc_type=ImportError)
     port = free_port()
     head = f"ray start --head --port {port} --num-cpus 2 --disable-usage-stats --include-dashboard=false"
-    given = SET_UP_ELSEWHERE.sub("", commands)
-    given = re.sub(r"([ =])/(data|dev/shm)/", rf"\1{tmp_path}/\2/", given.replace("s3://bucket", url))
-    given = (
-        given.replace("HOST:6379", f"127.0.0.1:{port}")
+    kept_commands = SET_UP_ELSEWHERE.sub("", commands)
+    kept_commands = re.sub(r"([ =])/(data|dev/shm)/", rf"\1{tmp_path}/\2/", kept_commands.replace("s3://bucket", url))
+    kept_commands = (
+        kept_commands.replace("HOST:6379", f"127.0.0.1:{port}")
         .replace("localhost:29500", f"localhost:{port}")
         .replace("ray start --head --port 6379", head)
         .replace("--workers 64", "--workers 2")
     )
-    if "#SBATCH" in given:  # an array of two tasks, of 16 cores each where there are so many
-        before, _, job = given.partition("#!/bin/bash\n")
+    if "#SBATCH" in kept_commands:  # an array of two tasks, of 16 cores each where there are so many
+        before, _, job = kept_commands.partition("#!/bin/bash\n")
         job, *rest = re.split("(?=datakit merge)", job)
         array = "SLURM_ARRAY_TASK_MIN=0 SLURM_ARRAY_TASK_STEP=1 SLURM_ARRAY_TASK_COUNT=2"
         tasks = (f"(\nexport SLURM_ARRAY_TASK_ID={task} {array}\n{job})\n" for task in range(2))
-        given = "".join([before, *tasks, *rest])
-        given = given.replace("--workers 16", "--workers 2")
+        kept_commands = "".join([before, *tasks, *rest])
+        kept_commands = kept_commands.replace("--workers 16", "--workers 2")
     try:
-        run = run_as_typed(given, folder)
+        run = run_as_typed(kept_commands, folder)
     finally:
         if "ray start" in commands:
             subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop"], capture_output=True, check=False)

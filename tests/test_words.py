@@ -55,15 +55,15 @@ NOT_IMPERATIVE = {
 
 def occurrences(area: str) -> dict[str, list[str]]:
     """Return the lines of an area that have words that are out, by word, each with its place; code in pages is left."""
-    found: dict[str, list[str]] = {word: [] for word in OUT}
+    places: dict[str, list[str]] = {word: [] for word in OUT}
     words = list(OUT)
     for path in sorted(path for pattern in AREAS[area] for path in ROOT.glob(pattern)):
         text = re.sub(r"`[^`\n]*`", "", path.read_text()) if path.suffix == ".md" else path.read_text()
         for match in ANY_OUT.finditer(text):
             number = text.count("\n", 0, match.start()) + 1
             line = text.splitlines()[number - 1].strip()
-            found[words[(match.lastindex or 1) - 1]].append(f"{path.relative_to(ROOT)}:{number}: {line}")
-    return found
+            places[words[(match.lastindex or 1) - 1]].append(f"{path.relative_to(ROOT)}:{number}: {line}")
+    return places
 
 
 def test_words_that_are_out_only_become_fewer() -> None:

@@ -35,7 +35,7 @@ from ckptkit.runs.retention import Retention
 from ckptkit.runs.rollback import rollback, undo_rollback
 from tests.ckptkit.support.inline_pools import inline_pools
 from tests.ckptkit.support.programs import Killed
-from tests.ckptkit.support.run_model import Step, faulty, kept
+from tests.ckptkit.support.run_model import Step, faulty, kept_steps
 from tests.ckptkit.support.small_steps import LAYOUTS, half_of, hash_of, restored_value, save_rank, save_ranks
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
@@ -115,7 +115,7 @@ class RunMachine(RuleBasedStateMachine):
 
     @rule(run=RUNS, policy=POLICIES)
     def prune(self, run: str, policy: Retention) -> None:
-        stay = kept(self.steps[run], policy)
+        stay = kept_steps(self.steps[run], policy)
         report = prune(self.storages[run], policy)
         assert set(report.deleted) == self.steps[run].keys() - stay
         self.steps[run] = {step: known for step, known in self.steps[run].items() if step in stay}
@@ -123,7 +123,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule(run=RUNS, policy=POLICIES, fault=FAULTS)
     def prune_under_a_fault(self, run: str, policy: Retention, fault: tuple[str, int, bool, int]) -> None:
         """Steps go that need not stay, all or some of them."""
-        stay = kept(self.steps[run], policy)
+        stay = kept_steps(self.steps[run], policy)
         self._survives(lambda: prune(faulty(self.storages[run], fault), policy))
         there = set(committed_steps(self.storages[run]))
         assert stay <= there <= self.steps[run].keys()
@@ -203,15 +203,15 @@ class RunMachine(RuleBasedStateMachine):
         """What was set aside last of each newer step comes back, unless one of them was saved again."""
         known, storage = self.steps[run], self.storages[run]
         expected: dict[int, str] = {}
-        for each, tries in self.aside[run].items():
+        for number, tries in self.aside[run].items():
             for attempt in [*tries]:
-                if storage.info(aside_key(each, attempt)) is None:  # committed by a copy, and then deleted
+                if storage.info(aside_key(number, attempt)) is None:  # committed by a copy, and then deleted
                     del tries[attempt]
-            if each <= step or not tries:
+            if number <= step or not tries:
                 continue
-            if each not in known:
-                expected[each] = [*tries][-1]
-            elif storage.info(aside_key(each, read_root(storage, each).attempt)) is None:
+            if number not in known:
+                expected[number] = [*tries][-1]
+            elif storage.info(aside_key(number, read_root(storage, number).attempt)) is None:
                 with pytest.raises(UserError, match="was saved again"):
                     undo_rollback(storage, step)
                 return
@@ -221,8 +221,8 @@ class RunMachine(RuleBasedStateMachine):
             self._survives(lambda: undo_rollback(faulty(storage, fault), step))
         there = set(committed_steps(storage))
         assert known.keys() <= there <= known.keys() | expected.keys()
-        for each in there - known.keys():
-            known[each] = self.aside[run][each].pop(expected[each])
+        for number in there - known.keys():
+            known[number] = self.aside[run][number].pop(expected[number])
 
     @rule(run=RUNS, step=STEPS)
     def unpin(self, run: str, step: int) -> None:

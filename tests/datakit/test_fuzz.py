@@ -212,14 +212,14 @@ def check_all_verbs(place: Place) -> None:
 
 def check_verb(place: Place, words: list[str]) -> None:
     """Run a command line: what it says of a fault names the store and what to do."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed):
         code = run(PARSER, words)
     if code:
-        assert code in (1, 2, 3), said.getvalue()
-        if "error:" in said.getvalue() or words[0] != "diff":
-            assert str(place.store) in said.getvalue(), f"{words}: {said.getvalue()}"
-            assert "hint: " in said.getvalue(), f"{words}: {said.getvalue()}"
+        assert code in (1, 2, 3), printed.getvalue()
+        if "error:" in printed.getvalue() or words[0] != "diff":
+            assert str(place.store) in printed.getvalue(), f"{words}: {printed.getvalue()}"
+            assert "hint: " in printed.getvalue(), f"{words}: {printed.getvalue()}"
 
 
 def check_reads(place: Place) -> None:

@@ -19,13 +19,13 @@ TRAIN = "[train]\ntrain_steps = 30\nseq_length = 32\nglobal_batch_size = 6\nseed
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer_path: str) -> Path:
     """Two stores, `a` and `b`, and a run on both."""
-    found = tmp_path_factory.mktemp("run")
+    place = tmp_path_factory.mktemp("run")
     for name, part in (("a", texts), ("b", texts[:60])):
-        write_jsonl(found / f"{name}.jsonl", part)
-        preprocess([str(found / f"{name}.jsonl")], found / name, Recipe(tokenizer_path, append_eod=True))
-    data = f"[data]\nstores = ['{found / 'a'}', '{found / 'b'}']\nweights = [1, 2]\ntokenizer = '{tokenizer_path}'\n"
-    (found / "run.toml").write_text("[model]\nnum_layers = 2\n" + data + TRAIN)
-    return found
+        write_jsonl(place / f"{name}.jsonl", part)
+        preprocess([str(place / f"{name}.jsonl")], place / name, Recipe(tokenizer_path, append_eod=True))
+    data = f"[data]\nstores = ['{place / 'a'}', '{place / 'b'}']\nweights = [1, 2]\ntokenizer = '{tokenizer_path}'\n"
+    (place / "run.toml").write_text("[model]\nnum_layers = 2\n" + data + TRAIN)
+    return place
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def asked(cli: Cli, capsys: Capture, *words: object) -> Any:
 def test_blame_lists_what_a_loader_reads(folder: Path, blend: Blend, cli: Cli, capsys: Capture) -> None:
     with Loader(blend, micro_batch_size=3, num_microbatches=2) as loader:
         steps = [loader.next_step() for _ in range(4)]
-    found = asked(cli, capsys, "blame", folder / "run.toml", "--step", 4)
-    assert (found["step"], found["seq_length"]) == (4, 32)
-    assert [sample["sample"] for sample in found["samples"]] == list(range(18, 24))
+    report = asked(cli, capsys, "blame", folder / "run.toml", "--step", 4)
+    assert (report["step"], report["seq_length"]) == (4, 32)
+    assert [sample["sample"] for sample in report["samples"]] == list(range(18, 24))
     tokens = []
-    for sample in found["samples"]:
+    for sample in report["samples"]:
         store = TokenStore.open(sample["store"])
         first = sample["documents"][0]
         assert sample["row"] * 32 == store.first_token(first["document"]) + first["start"]
@@ -57,7 +57,7 @@ def test_blame_lists_what_a_loader_reads(folder: Path, blend: Blend, cli: Cli, c
     rows = np.concatenate(tokens).reshape(6, 33)
     assert (rows[:, :32] == steps[3].tokens.reshape(6, 32)).all()
     [only] = asked(cli, capsys, "blame", folder / "run.toml", "--sample", 20)["samples"]
-    assert only == found["samples"][2]
+    assert only == report["samples"][2]
 
 
 def test_texts_are_shown(folder: Path, texts: list[str], tokenizer_path: str, cli: Cli, capsys: Capture) -> None:
@@ -77,9 +77,9 @@ def test_texts_are_shown(folder: Path, texts: list[str], tokenizer_path: str, cl
 
 def test_where_is_the_inverse_of_blame(folder: Path, blend: Blend, cli: Cli, capsys: Capture) -> None:
     store = folder / "b"
-    found = asked(cli, capsys, "where", folder / "run.toml", "--document", f"{store}:17")
-    assert (found["store"], found["document"], found["line"], found["last_step"]) == (str(store), 17, 18, 30)
-    assert len({read["epoch"] for read in found["reads"]}) > 1
+    report = asked(cli, capsys, "where", folder / "run.toml", "--document", f"{store}:17")
+    assert (report["store"], report["document"], report["line"], report["last_step"]) == (str(store), 17, 18, 30)
+    assert len({read["epoch"] for read in report["reads"]}) > 1
     read = []
     for step in range(1, 31):
         for sample in asked(cli, capsys, "blame", folder / "run.toml", "--step", step)["samples"]:
@@ -87,7 +87,7 @@ def test_where_is_the_inverse_of_blame(folder: Path, blend: Blend, cli: Cli, cap
                 if (sample["store"], each["document"]) == (str(store), 17):
                     part = {name: each[name] for name in ("start", "stop")}
                     read.append({"step": step, "sample": sample["sample"], "epoch": sample["epoch"], **part})
-    assert found["reads"] == read
+    assert report["reads"] == read
     assert cli("where", folder / "run.toml", "--document", f"{store}/../b:17") == 0
     head, columns, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("document 17 of ")
@@ -131,17 +131,17 @@ def test_flags_win_over_the_file(folder: Path, cli: Cli, capsys: Capture) -> Non
 
 
 def test_blend_counts_what_is_read(folder: Path, blend: Blend, cli: Cli, capsys: Capture) -> None:
-    found = asked(cli, capsys, "blend", folder / "run.toml")
+    report = asked(cli, capsys, "blend", folder / "run.toml")
     sources, _ = blend.locate(np.arange(180))
-    assert (found["last_step"], found["num_samples"], found["tokens_read"]) == (30, 180, 180 * 32)
-    for source, share in enumerate(found["stores"]):
+    assert (report["last_step"], report["num_samples"], report["tokens_read"]) == (30, 180, 180 * 32)
+    for source, share in enumerate(report["stores"]):
         count, rows = int((sources == source).sum()), int(blend.rows[source])
         assert share["store"] == str(blend.stores[source].path)
         assert share["weight"] == pytest.approx((source + 1) / 3)
         assert (share["num_samples"], share["num_rows"], share["tokens_read"]) == (count, rows, count * 32)
         assert share["epochs"] == pytest.approx(count / rows)
         assert share["repeated_samples"] == max(0, count - rows)
-    assert found["stores"][1]["repeated_samples"] > 0
+    assert report["stores"][1]["repeated_samples"] > 0
     assert cli("blend", folder / "run.toml", "--data.max-epochs", 1) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     last = int(head.split()[0])

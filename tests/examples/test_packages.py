@@ -24,14 +24,14 @@ DIRECTIVES = {"job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node",
 def commands(text: str) -> list[list[str]]:
     """The commands of a script that are of this project, with the values of its variables in their places."""
     defaults = dict(re.findall(r"^(\w+)=\$\{\w+:-([^}]*)\}$", text, re.MULTILINE)) | VALUES
-    found = []
+    packages = []
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(re.sub(r"\$(\w+)", lambda match: defaults.get(match[1], match[0]), line), comments=True)
         if "-m" in words[1:] and words[0] == "srun":
             words = words[words.index("-m", 1) + 1 :]
         if words and words[0] in PROGRAMS:
-            found.append(words)
-    return found
+            packages.append(words)
+    return packages
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda path: path.stem)

@@ -17,7 +17,7 @@ IDS = {"ids": str}
 EACH = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
-def made(activation: Activation, shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+def inputs_of(activation: Activation, shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """An input, with numbers at which exp overflows, and a gradient of the product."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = 2 * torch.randn(shape[0], shape[1] * activation.num_parts, generator=generator, dtype=torch.float64)
@@ -43,7 +43,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 def test_equals_the_float64_reference(
     activation: Activation, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    x, dy = made(activation, shape, dtype, device)
+    x, dy = inputs_of(activation, shape, dtype, device)
     before = native.csrc_calls()
     got = results(activation, x, dy)
     after = native.csrc_calls()
@@ -59,7 +59,7 @@ def test_equals_the_float64_reference(
 @settings(max_examples=10)
 @given(rows=st.integers(0, 40), cols=st.integers(0, 300), dtype=st.sampled_from(sorted(TOLERANCES, key=str)))
 def test_any_shape(activation: Activation, rows: int, cols: int, dtype: torch.dtype) -> None:
-    x, dy = made(activation, (rows, cols), dtype, "cpu")
+    x, dy = inputs_of(activation, (rows, cols), dtype, "cpu")
     want = results(activation, x.double(), dy.double(), activate_reference)
     for a, b in zip(results(activation, x, dy), want, strict=True):
         assert relative_error(a, b) < TOLERANCES[dtype]
@@ -67,7 +67,7 @@ def test_any_shape(activation: Activation, rows: int, cols: int, dtype: torch.dt
 
 @EACH
 def test_gradients_by_finite_differences(activation: Activation, device: str) -> None:
-    x, _ = made(activation, (3, 8), torch.float64, device)
+    x, _ = inputs_of(activation, (3, 8), torch.float64, device)
     assert torch.autograd.gradcheck(lambda x: activate(x, activation), x.requires_grad_())
 
 
@@ -77,7 +77,7 @@ def test_gradients_by_finite_differences(activation: Activation, device: str) ->
 def test_the_backward_in_place_makes_the_product_again(
     activation: Activation, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    x, dy = made(activation, shape, dtype, device)
+    x, dy = inputs_of(activation, shape, dtype, device)
     y, dx = results(activation, x, dy)
     x, dy = x.clone(), dy.clone()
     got = activation.backward(dy, x)
@@ -90,7 +90,7 @@ def test_the_backward_in_place_makes_the_product_again(
 @pytest.mark.parametrize("dtype", TOLERANCES, **IDS)
 def test_an_element_does_not_depend_on_the_others(activation: Activation, dtype: torch.dtype, device: str) -> None:
     """Nor on its place, so that rows and columns may be cut."""
-    x, dy = made(activation, (40, 96), dtype, device)
+    x, dy = inputs_of(activation, (40, 96), dtype, device)
     whole = results(activation, x, dy)
     parts = [each.view(40, -1, 96) for each in (x, dy)]
     for rows, cols in ((slice(3, 4), slice(0, 96)), (slice(5, 40), slice(16, 64)), (slice(0, 40), slice(1, 30))):
@@ -106,7 +106,7 @@ def test_an_element_does_not_depend_on_the_others(activation: Activation, dtype:
 def test_bits_do_not_depend_on_threads_or_the_instruction_set(
     activation: Activation, dtype: torch.dtype, every_simd: list[int]
 ) -> None:
-    x, dy = made(activation, (300, 501), dtype, "cpu")
+    x, dy = inputs_of(activation, (300, 501), dtype, "cpu")
     want = results(activation, x, dy)
     for simd in every_simd:
         native.library().op_limit_simd(simd)
@@ -118,7 +118,7 @@ def test_bits_do_not_depend_on_threads_or_the_instruction_set(
 
 @EACH
 def test_bf16_is_float32_rounded_once(activation: Activation) -> None:
-    x, dy = made(activation, (9, 70), torch.bfloat16, "cpu")
+    x, dy = inputs_of(activation, (9, 70), torch.bfloat16, "cpu")
     for narrow, wide in zip(results(activation, x, dy), results(activation, x.float(), dy.float()), strict=True):
         assert torch.equal(narrow, wide.bfloat16())
 
@@ -126,7 +126,7 @@ def test_bf16_is_float32_rounded_once(activation: Activation) -> None:
 @EACH
 @pytest.mark.parametrize("dtype", TOLERANCES, **IDS)
 def test_tensors_that_start_anywhere(activation: Activation, dtype: torch.dtype, device: str) -> None:
-    x, dy = made(activation, (6, 64), dtype, device)
+    x, dy = inputs_of(activation, (6, 64), dtype, device)
     want = results(activation, x, dy)
     views = [each.mT.contiguous().mT for each in (x, dy)]  # columns first in memory
     for a, b in zip(results(activation, *views), want, strict=True):
@@ -150,7 +150,7 @@ def test_what_is_not_finite_stays_so(activation: Activation, device: str) -> Non
 
 
 def test_a_large_tensor(device: str) -> None:
-    x, dy = made(SWIGLU, (600, 1024), torch.bfloat16, device)
+    x, dy = inputs_of(SWIGLU, (600, 1024), torch.bfloat16, device)
     want = results(SWIGLU, x.cpu().double(), dy.cpu().double(), activate_reference)
     for a, b in zip(results(SWIGLU, x, dy), want, strict=True):
         assert relative_error(a, b) < TOLERANCES[torch.bfloat16]

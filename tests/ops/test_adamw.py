@@ -118,19 +118,22 @@ def test_equals_the_float64_reference(dtype: torch.dtype, shift: int, device: st
 def test_equals_torch(beta1: float, device: str) -> None:
     optim = replace(OPTIM, beta1=beta1)
     case = Case((300, 40), torch.float64, device)
-    copies = [replace(each, **{name: state.clone() for name, state in named_states(each)}) for each in case.intervals]
+    copies = [
+        replace(interval, **{name: state.clone() for name, state in named_states(interval)})
+        for interval in case.intervals
+    ]
     for step in range(5):
-        for each, copy in zip(case.intervals, copies, strict=True):
-            each.gradient.add_(step)
-            states = ([each.gradient * 0.5], [copy.exp_avg], [copy.exp_avg_sq], [], [torch.tensor(step + 1.0)])
+        for interval, copy in zip(case.intervals, copies, strict=True):
+            interval.gradient.add_(step)
+            states = ([interval.gradient * 0.5], [copy.exp_avg], [copy.exp_avg_sq], [], [torch.tensor(step + 1.0)])
             torch._fused_adamw_(  # what torch.optim.AdamW calls; importing that takes seconds
                 [copy.master], *([state.to(device) for state in part] for part in states),
-                lr=3e-3, beta1=beta1, beta2=0.95, weight_decay=0.1 * each.decays, eps=optim.eps,
+                lr=3e-3, beta1=beta1, beta2=0.95, weight_decay=0.1 * interval.decays, eps=optim.eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
         case.step(step, factor=0.5, optim=optim)
-    for each, copy in zip(case.intervals, copies, strict=True):
-        torch.testing.assert_close(each.master, copy.master, rtol=1e-13, atol=1e-15)
+    for interval, copy in zip(case.intervals, copies, strict=True):
+        torch.testing.assert_close(interval.master, copy.master, rtol=1e-13, atol=1e-15)
 
 
 @settings(max_examples=10)
@@ -168,15 +171,15 @@ def named_states(interval: Interval) -> list[tuple[str, Tensor]]:
 def test_bits_do_not_depend_on_the_instruction_set(
     dtype: torch.dtype, moments: torch.dtype, splits: bool, every_simd: list[int]
 ) -> None:
-    found = []
+    results = []
     for simd in every_simd:
         native.library().op_limit_simd(simd)
         case = Case((1, 515, 4099), dtype, shift=1, moments=moments, splits=splits)
         case.step(4, factor=0.3)
-        found.append((case, squares(case)))
-    for case, norms in found[1:]:
-        assert_same_bits(case, found[0][0])
-        assert torch.equal(norms, found[0][1])
+        results.append((case, squares(case)))
+    for case, norms in results[1:]:
+        assert_same_bits(case, results[0][0])
+        assert torch.equal(norms, results[0][1])
 
 
 @of_every_kind
@@ -243,15 +246,15 @@ def test_split_masters_take_the_steps_of_whole_ones(moments: torch.dtype, shift:
 
 def test_tiny_and_zero_gradients(device: str) -> None:
     case = Case((500,), torch.float32, device)
-    (each,) = case.intervals
-    each.gradient.fill_(1e-30)
-    each.gradient[:100] = 0
-    for state in (each.exp_avg, each.exp_avg_sq):
+    (interval,) = case.intervals
+    interval.gradient.fill_(1e-30)
+    interval.gradient[:100] = 0
+    for state in (interval.exp_avg, interval.exp_avg_sq):
         state.zero_()
-    before = each.master.clone()
+    before = interval.master.clone()
     case.step()
-    assert torch.equal(each.master[:100], before[:100] * (1 - 3e-3 * 0.1))
-    assert each.master.isfinite().all()
+    assert torch.equal(interval.master[:100], before[:100] * (1 - 3e-3 * 0.1))
+    assert interval.master.isfinite().all()
 
 
 def squares(case: Case, *, num_rows: int | None = None) -> Tensor:
@@ -298,23 +301,23 @@ def test_no_intervals() -> None:
 
 
 def test_intervals_that_do_not_fit_are_named() -> None:
-    (each,) = Case((8,), torch.float32).intervals
+    (interval,) = Case((8,), torch.float32).intervals
     with pytest.raises(UserError, match="exp_avg has 7 elements, the gradient 8"):
-        IntervalTable([replace(each, exp_avg=each.exp_avg[:7])])
+        IntervalTable([replace(interval, exp_avg=interval.exp_avg[:7])])
     with pytest.raises(UserError, match=r"gradient is torch.float64 on cpu .* not torch.float32 on cpu"):
-        IntervalTable([replace(each, gradient=each.gradient.double())])
+        IntervalTable([replace(interval, gradient=interval.gradient.double())])
     with pytest.raises(UserError, match=r"published is torch.float16 .* not torch.bfloat16"):
-        IntervalTable([replace(each, published=each.master.half())])
+        IntervalTable([replace(interval, published=interval.master.half())])
     with pytest.raises(UserError, match=r"with strides \(2,\)"):
-        IntervalTable([replace(each, **{name: getattr(each, name)[::2] for name in STATES[:-1]})])
+        IntervalTable([replace(interval, **{name: getattr(interval, name)[::2] for name in STATES[:-1]})])
     wide = Case((8,), torch.float64).intervals[0]
     with pytest.raises(UserError, match="a float64 master has float64 moments, and is published as it is"):
         IntervalTable([replace(wide, published=wide.master.bfloat16())])
     with pytest.raises(UserError, match="the high bits of a split master are the published weight, which is not there"):
-        IntervalTable([replace(each, master=each.master.to(split.LOW), published=None)])
-    halves = {name: getattr(each, name).half() for name in ("exp_avg", "exp_avg_sq")}
+        IntervalTable([replace(interval, master=interval.master.to(split.LOW), published=None)])
+    halves = {name: getattr(interval, name).half() for name in ("exp_avg", "exp_avg_sq")}
     with pytest.raises(UserError, match=r"moments are of torch.float32 or bfloat16, not of torch.float16"):
-        IntervalTable([replace(each, **halves)])
+        IntervalTable([replace(interval, **halves)])
 
 
 @pytest.mark.cuda

@@ -91,8 +91,8 @@ def test_a_sum_from_elsewhere_has_the_same_bits(
 def test_gradients_by_finite_differences(norm: str, device: str) -> None:
     leaves = leaves_of(inputs(norm, (4, 9), torch.float64, device))
 
-    def form(*each: Tensor) -> tuple[Tensor, Tensor]:
-        return apply(dict(zip(leaves, each, strict=True)))
+    def form(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return apply(dict(zip(leaves, tensors, strict=True)))
 
     assert torch.autograd.gradcheck(form, tuple(leaves.values()))
 
@@ -152,7 +152,7 @@ def test_results_that_nobody_uses_need_no_gradient(device: str) -> None:
 
 def test_the_gradients_of_the_weights_can_be_taken_unrounded(norm: str, device: str) -> None:
     case = inputs(norm, (40, 64), torch.bfloat16, device)
-    weights, taken = (case["weight"], case.get("bias")), list[tuple[Tensor, ...]]()
+    weights, partials = (case["weight"], case.get("bias")), list[tuple[Tensor, ...]]()
     forward = tuple(None if each is None else each.clone() for each in weights)
 
     class Handles:
@@ -162,14 +162,14 @@ def test_the_gradients_of_the_weights_can_be_taken_unrounded(norm: str, device: 
             return weights
 
         def take(self, gradients: tuple[Tensor, ...]) -> None:
-            taken.append(gradients)
+            partials.append(gradients)
 
     y, _ = add_norm(case["x"].requires_grad_(), case["residual"], *forward, EPS, Handles())
     for each in forward:
         if each is not None:
             each.fill_(torch.nan)
     y.backward(case["dy"])
-    (gradients,) = taken
+    (gradients,) = partials
     want = exact({**case, "x": case["x"].detach()})[4:]
     for gradient, expected in zip(gradients, want, strict=True):
         assert gradient.dtype == torch.float32

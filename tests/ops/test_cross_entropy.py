@@ -63,14 +63,14 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 def check(case: Case, z_loss: float = 0.0) -> None:
     """Results against float64; nothing beside the logits is written, and padding takes no part."""
     dtype, shape = case.logits.dtype, case.logits.shape
-    wanted_losses, wanted = case.reference(z_loss)
+    wanted_losses, expected = case.reference(z_loss)
     beside = case.memory.clone()
     found, gradient = case.results(z_loss)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     # losses and gradients near 0 are differences of larger numbers
     assert (found.cpu().double() - wanted_losses).abs().max() <= 20 * TOLERANCES[found.dtype]
-    error = (gradient[:, : case.num_true].cpu().double() - wanted).norm()
-    assert error < TOLERANCES[dtype] * max(wanted.norm(), case.weights.norm())
+    error = (gradient[:, : case.num_true].cpu().double() - expected).norm()
+    assert error < TOLERANCES[dtype] * max(expected.norm(), case.weights.norm())
     assert not gradient[:, case.num_true :].any()
     assert not gradient[case.weights.to(gradient.device) == 0].any()
     start = (case.logits.data_ptr() - case.memory.data_ptr()) // case.logits.itemsize
@@ -121,7 +121,7 @@ def test_parts_join_to_the_whole(dtype: torch.dtype, device: str) -> None:
     """Three parts of 50, 40 and 0 true columns; each rank has the labels of all."""
     case = Case((12, 90, 0), dtype, device)
     case.labels[:3] = torch.tensor([0, 49, 50])
-    wanted_losses, wanted = case.reference()
+    wanted_losses, expected = case.reference()
     parts = [case.logits[:, :50].clone(), case.logits[:, 50:].clone(), torch.full_like(case.logits[:, :8], POISON)]
     places = [VocabularyPart(0, 50), VocabularyPart(50, 40), VocabularyPart(90, 0)]
     sums = torch.stack([row_sums(part, case.labels, at) for part, at in zip(parts, places, strict=True)])
@@ -132,7 +132,7 @@ def test_parts_join_to_the_whole(dtype: torch.dtype, device: str) -> None:
     weights = case.weights.to(joint.device, joint.dtype)
     for part, at in zip(parts, places, strict=True):
         write_gradient(part, case.labels, at, factors(joint, weights, 0.0))
-    assert relative_error(torch.cat(parts[:2], 1), wanted) < TOLERANCES[dtype]
+    assert relative_error(torch.cat(parts[:2], 1), expected) < TOLERANCES[dtype]
     assert not parts[2].any()
 
 
@@ -167,23 +167,23 @@ def test_odd_rows(dtype: torch.dtype, device: str) -> None:
     case.logits[4, 650] = torch.nan
     case.logits[5, :] = -torch.inf
     case.logits[6, 99] = torch.inf
-    wanted_losses, wanted = case.reference()
-    found, gradient = case.results()
-    wanted_losses[1], wanted[1] = math.log(700), 1 / 700  # the reference loses it beside the lowest number
-    wanted[1, 3] -= 1
+    wanted_losses, expected = case.reference()
+    losses, gradient = case.results()
+    wanted_losses[1], expected[1] = math.log(700), 1 / 700  # the reference loses it beside the lowest number
+    expected[1, 3] -= 1
     wanted_losses[6] = torch.nan  # an infinite loss would do too
-    torch.testing.assert_close(found.cpu().double(), wanted_losses, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(losses.cpu().double(), wanted_losses, rtol=1e-5, atol=1e-5, equal_nan=True)
     for row in (0, 1, 2, 7):
-        assert relative_error(gradient[row], wanted[row]) < TOLERANCES[dtype], row
+        assert relative_error(gradient[row], expected[row]) < TOLERANCES[dtype], row
     for row in (4, 5, 6):
-        assert bool(found[row].isnan()), row
+        assert bool(losses[row].isnan()), row
         assert bool(gradient[row].isnan().any()), row
 
 
-@pytest.mark.parametrize("held", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_without_weight_is_zero_whatever_it_holds(held: float, device: str) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_without_weight_is_zero_whatever_it_holds(value: float, device: str) -> None:
     case = Case((3, 1100, 0), torch.bfloat16, device)
-    case.logits[1] = held
+    case.logits[1] = value
     part = VocabularyPart(0, 1100)
     sums = row_sums(case.logits, case.labels, part)
     write_gradient(case.logits, case.labels, part, factors(sums, torch.tensor([1.0, 0.0, 1.0], device=device), 0.0))
@@ -216,13 +216,13 @@ def test_bits_do_not_depend_on_threads(tokens: int, num_threads: int) -> None:
 def test_bits_do_not_depend_on_the_instruction_set(
     shape: tuple[int, int, int], dtype: torch.dtype, every_simd: list[int]
 ) -> None:
-    found = []
+    results = []
     for simd in every_simd:
         native.library().op_limit_simd(simd)
-        found.append(Case(shape, dtype).results())
-    for other in found[1:]:
-        assert torch.equal(other[0], found[0][0])
-        assert torch.equal(other[1], found[0][1])
+        results.append(Case(shape, dtype).results())
+    for other in results[1:]:
+        assert torch.equal(other[0], results[0][0])
+        assert torch.equal(other[1], results[0][1])
 
 
 def test_no_token_and_no_column(device: str) -> None:

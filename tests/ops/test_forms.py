@@ -64,14 +64,14 @@ def test_norms(form: str, dtype: str, norm: str, with_residual: bool, device: st
     def run(form: str) -> list[Tensor]:
         x, residual, dy, dsum = (numbers(6, 64, dtype=dtype, device=device, seed=seed) for seed in range(4))
         weight, bias = (numbers(64, dtype=dtype, device=device, seed=seed) for seed in (5, 6))
-        taken: list[Tensor] = []
+        tensors: list[Tensor] = []
         inputs = [x.requires_grad_(), *([residual.requires_grad_()] if with_residual else [])]
         parameters = (weight, bias if norm == "layer" else None)
-        handles = types.SimpleNamespace(read=lambda: parameters, take=taken.extend)
+        handles = types.SimpleNamespace(read=lambda: parameters, take=tensors.extend)
         y, total = add_norm(x, residual if with_residual else None, *parameters, 1e-5, handles, form)
         gradients = torch.autograd.grad([y, total], inputs, [dy, dsum])
-        assert all(each.dtype == (torch.float64 if dtype == "fp64" else torch.float32) for each in taken)
-        return [y, total, *gradients, *taken]
+        assert all(each.dtype == (torch.float64 if dtype == "fp64" else torch.float32) for each in tensors)
+        return [y, total, *gradients, *tensors]
 
     agree(run, form, dtype)
 

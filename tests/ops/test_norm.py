@@ -127,13 +127,13 @@ def test_bits_do_not_depend_on_the_instruction_set(
     norm: str, shape: tuple[int, ...], dtype: torch.dtype, every_simd: list[int]
 ) -> None:
     case = inputs(norm, shape, dtype)
-    found = []
+    outcomes = []
     for simd in every_simd:
         native.library().op_limit_simd(simd)
         assert native.simd() == native.SIMD_NAMES[simd]
-        found.append(results(*case))
-    for other in found[1:]:
-        assert_same_bits(other, found[0])
+        outcomes.append(results(*case))
+    for other in outcomes[1:]:
+        assert_same_bits(other, outcomes[0])
 
 
 def test_gradients_of_the_weights_repeat_bit_for_bit(norm: str, device: str) -> None:

@@ -107,9 +107,9 @@ class DurableNames:
 
         return act
 
-    def _note(self, found: dict[str, int]) -> None:
+    def _note(self, inodes: dict[str, int]) -> None:
         with self._log.open("a") as log:
-            log.write(json.dumps(found) + "\n")
+            log.write(json.dumps(inodes) + "\n")
 
     def _watched(self, name_it: Callable[..., None]) -> Callable[..., None]:
         def act(source: Any, target: Any, **options: Any) -> None:

@@ -21,17 +21,17 @@ class FlippedStorage(WrappingStorage):
         self.within = storage
 
     def _request(self, request: Request, work: Callable[[], T]) -> T:
-        found = work()
+        result = work()
         if request.operation not in READS:
-            return found
+            return result
         self.reads.append(request.keys[0])
         if len(self.reads) - 1 != self._at:
-            return found
+            return result
         if self._cuts:
             raise CutShort(f"{self.url}/{request.keys[0]} ends at byte 1")
-        if isinstance(found, list):
-            return self._spoiled_parts(found)  # type: ignore[return-value]
-        return self._spoiled(found)  # type: ignore[return-value,arg-type]
+        if isinstance(result, list):
+            return self._spoiled_parts(result)  # type: ignore[return-value]
+        return self._spoiled(result)  # type: ignore[return-value,arg-type]
 
     def _spoiled_parts(self, parts: Sequence[Buffer]) -> list[Buffer]:
         longest = max(range(len(parts)), key=lambda number: len(parts[number]))

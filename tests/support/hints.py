@@ -68,15 +68,19 @@ class Met:
 
 def with_flags(arguments: Sequence[str], words: Sequence[str], replaced: Sequence[str]) -> list[str]:
     """Arguments with flags in place of those of the same names, and of replaced ones."""
-    flags, kept, skips = {*(word.partition("=")[0] for word in words if word.startswith("--")), *replaced}, [], False
+    flags, kept_words, skips = (
+        {*(word.partition("=")[0] for word in words if word.startswith("--")), *replaced},
+        [],
+        False,
+    )
     for argument in arguments:
         if skips and not argument.startswith("--"):
             skips = False
             continue
         skips = argument in flags
         if not skips and argument.partition("=")[0] not in flags:
-            kept.append(argument)
-    return [*kept, *words]
+            kept_words.append(argument)
+    return [*kept_words, *words]
 
 
 class Recorder:

@@ -206,8 +206,10 @@ sys.exit(run(parser))
 """
 
 
-@pytest.mark.parametrize(("number", "code", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
-def test_a_signal_unwinds_a_verb_and_a_second_one_ends_it_at_once(number: str, code: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "message"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+)
+def test_a_signal_unwinds_a_verb_and_a_second_one_ends_it_at_once(number: str, code: int, message: str) -> None:
     sent = signal.Signals[number]
     for seconds, expected in (("0", code), ("60", -sent)):
         process = subprocess.Popen(
@@ -224,11 +226,11 @@ def test_a_signal_unwinds_a_verb_and_a_second_one_ends_it_at_once(number: str, c
         assert process.stderr is not None
         out, err = process.stdout.read(), process.stderr.read()
         assert (process.wait(timeout=60), out) == (expected, "" if expected < 0 else "cleaned up\n")
-        assert err == ("" if expected < 0 else f"{said}\n")
+        assert err == ("" if expected < 0 else f"{message}\n")
 
 
 @pytest.mark.parametrize(
-    ("raised", "said", "hint"),
+    ("raised", "message", "hint"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "/tmp/x/y"), "/tmp/x/y: No space left", "df -h /"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "/tmp"), "/tmp: Disk quota exceeded", "the quota is used up"),
@@ -242,7 +244,7 @@ def test_a_signal_unwinds_a_verb_and_a_second_one_ends_it_at_once(number: str, c
     ],
 )
 def test_a_system_error_that_nobody_put_into_words_has_a_hint(
-    raised: OSError, said: str, hint: str, capsys: pytest.CaptureFixture[str]
+    raised: OSError, message: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: object) -> None:
         raise raised
@@ -251,7 +253,7 @@ def test_a_system_error_that_nobody_put_into_words_has_a_hint(
     parser.set_defaults(handler=fail)
     assert run(parser, []) == 3
     error, *hints = capsys.readouterr().err.splitlines()
-    assert said in error
+    assert message in error
     assert "Errno" not in error
     assert [hint in each for each in hints] == ([True] if hint else [])
 

@@ -39,13 +39,13 @@ def lines() -> list[tuple[str, str]]:
 
 
 def test_no_command_of_the_tree_asks_an_index_for_this_project() -> None:
-    found = lines()
-    assert len(found) > 15
+    shown = lines()
+    assert len(shown) > 15
     named = [*PROJECT["dependencies"], *(each for extra in EXTRAS.values() for each in extra)]
     known = {re.split(r"[<>=\[;]", each)[0] for each in named}
-    unknown = [f"{where} ({name})" for where, line in found for name in names(line) if name not in known | OTHERS]
+    unknown = [f"{where} ({name})" for where, line in shown for name in names(line) if name not in known | OTHERS]
     assert not unknown
-    assert not [where for where, line in found if "threefold" in names(line)]
+    assert not [where for where, line in shown if "threefold" in names(line)]
 
 
 @pytest.mark.parametrize(

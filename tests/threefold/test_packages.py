@@ -84,9 +84,9 @@ def test_a_folder_that_shadows_a_kit_is_named(site: Path, tmp_path: Path) -> Non
     assert said.startswith(f"error: {theirs} is found in place of threefold's package trainer\nhint: rename it")
 
 
-@pytest.mark.parametrize("gone", ["ckptkit", "ckptkit/__init__.py", "ckptkit/cli.py"])
-def test_a_kit_that_is_not_whole_is_named(site: Path, gone: str) -> None:
-    path = site / gone
+@pytest.mark.parametrize("lost_file", ["ckptkit", "ckptkit/__init__.py", "ckptkit/cli.py"])
+def test_a_kit_that_is_not_whole_is_named(site: Path, lost_file: str) -> None:
+    path = site / lost_file
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     code, said = run(site, "ckptkit")
     assert code == 2

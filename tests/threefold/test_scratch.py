@@ -13,15 +13,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_folder_of_its_own_is_emptied_and_made_again(tmp_path: Path) -> None:
-    kept = tmp_path / "kept.txt"
-    kept.write_text("mine")
+    kept_file = tmp_path / "kept.txt"
+    kept_file.write_text("mine")
     out = fresh_folder(tmp_path / "a" / "out", "demo.py")
     (out / "deep" / "er").mkdir(parents=True)
-    (out / "link").symlink_to(kept)
+    (out / "link").symlink_to(kept_file)
     (out / "folder-link").symlink_to(tmp_path)
     assert fresh_folder(out, "demo.py") == out
     assert [path.name for path in out.iterdir()] == [MARKER]
-    assert kept.read_text() == "mine"
+    assert kept_file.read_text() == "mine"
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:

@@ -108,15 +108,15 @@ def test_a_refusal_of_keys_in_a_file_that_is_as_it_was_makes_no_other_session(
     home: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_credentials(home, "default", READ_ONLY_KEY, READ_ONLY_SECRET)
-    storage, made, usual = open_storage(s3_url), [], AwsCredentials.find
-    monkeypatch.setattr(AwsCredentials, "find", lambda url: (made.append(url), usual(url))[1])
+    storage, urls, usual = open_storage(s3_url), [], AwsCredentials.find
+    monkeypatch.setattr(AwsCredentials, "find", lambda url: (urls.append(url), usual(url))[1])
     for _ in range(3):
         with pytest.raises(StorageError, match="refused the profile 'default'"):
             storage.write("key", b"content")
-    assert not made
+    assert not urls
     write_credentials(home, "default", ACCESS_KEY, SECRET_KEY)
     storage.write("key", b"content")
-    assert len(made) == 1
+    assert len(urls) == 1
 
 
 def test_keys_that_are_replaced_while_they_are_read_may_be_new(

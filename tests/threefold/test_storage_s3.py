@@ -271,7 +271,7 @@ def test_an_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("THREEFOLD_STORAGE_TIMEOUT_S", "abc", "is not a number"),
         ("THREEFOLD_STORAGE_TIMEOUT_S", "-1", "is not from 0.001 to 1,000,000"),
@@ -283,10 +283,10 @@ def test_an_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_settings_that_cannot_be_are_refused(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
     monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         open_storage("s3://bucket/run")
     assert caught.value.hint

@@ -75,13 +75,13 @@ def test_a_verb_that_reads_a_checkpoint_shows_its_own_flags_only(verb: str, caps
 )
 def test_bash_completes_verbs_flags_choices_and_paths(words: str, among: str, capsys: Capture) -> None:
     pytest.importorskip("shtab")
-    kit, *given = words.split()
+    kit, *arguments = words.split()
     code, script, _ = printed(import_module(f"{kit}.cli").main, ["completion", "bash"], capsys)
     assert code == 0
     program = f"""{script}
-COMP_WORDS=({words}); COMP_CWORD={len(given)}; COMP_LINE="{words}"
+COMP_WORDS=({words}); COMP_CWORD={len(arguments)}; COMP_LINE="{words}"
 compopt() {{ :; }}
-$(complete -p {kit} | sed 's/.*-F \\([^ ]*\\).*/\\1/') {kit} "{given[-1]}" ""
+$(complete -p {kit} | sed 's/.*-F \\([^ ]*\\).*/\\1/') {kit} "{arguments[-1]}" ""
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)

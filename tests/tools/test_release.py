@@ -90,10 +90,10 @@ def test_a_check_that_fails_leaves_the_files_as_they_were(
 def test_an_interrupt_leaves_the_files_as_they_were(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (*release.PLACES, "CHANGELOG.md", "changes/datakit-rows.md", "changes/summary.md")
     before = {name: (tree / name).read_text() for name in names}
-    found = []
+    were_there = []
 
     def stopped(command: tuple[str, ...], **_: object) -> None:
-        found.append((tree / "changes" / "datakit-rows.md").exists())
+        were_there.append((tree / "changes" / "datakit-rows.md").exists())
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -101,5 +101,5 @@ def test_an_interrupt_leaves_the_files_as_they_were(tree: Path, monkeypatch: pyt
         patch.setattr(release.subprocess, "run", stopped)
         with pytest.raises(KeyboardInterrupt):
             release.main(["7.8.9"], tree)
-    assert found == [False]
+    assert were_there == [False]
     assert {name: (tree / name).read_text() for name in names} == before

@@ -17,13 +17,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def requirements(extra: str) -> set[str]:
     """The names of what an extra installs, those of the extras that it names too."""
-    found = set()
+    packages = set()
     for line in PROJECT["optional-dependencies"][extra]:
         if own := re.fullmatch(r"threefold\[(.+)]", line):
-            found |= set().union(*map(requirements, own[1].split(",")))
+            packages |= set().union(*map(requirements, own[1].split(",")))
         else:
-            found.add(re.split(r"[<>=[]", line)[0])
-    return found
+            packages.add(re.split(r"[<>=[]", line)[0])
+    return packages
 
 
 def test_settings_of_pip_reach_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,15 +116,15 @@ def test_elements_are_compared_as_the_reference_does(dtype: str, size: int, seed
     raw = [array.view(np.uint8) for array in (left, right)]
     same = [a.tobytes() == b.tobytes() for a, b in zip(left, right, strict=True)]
     count, absolute, relative = reference(exact(left, dtype), exact(right, dtype), same)
-    found = compare(raw, (dtype, dtype), 1000, None)
-    assert found.num_differing == count
+    comparison = compare(raw, (dtype, dtype), 1000, None)
+    assert comparison.num_differing == count
     if count:
-        assert found.absolute
-        assert found.relative
-        assert found.absolute.value == pytest.approx(absolute, nan_ok=True)
-        assert found.relative.value == pytest.approx(relative, nan_ok=True)
-        assert not same[found.absolute.position - 1000]
-    for array, value in ((left, found.left_norm), (right, found.right_norm)):
+        assert comparison.absolute
+        assert comparison.relative
+        assert comparison.absolute.value == pytest.approx(absolute, nan_ok=True)
+        assert comparison.relative.value == pytest.approx(relative, nan_ok=True)
+        assert not same[comparison.absolute.position - 1000]
+    for array, value in ((left, comparison.left_norm), (right, comparison.right_norm)):
         numbers = exact(array, dtype)
         if all(abs(each) < 1e150 for each in numbers):
             assert value == pytest.approx(norm(numbers), rel=1e-9)
@@ -153,13 +153,13 @@ TINY = np.float32(1e-45)  # the smallest subnormal
 def test_values_that_are_special(left: float, right: float, absolute: float | None, relative: float | None) -> None:
     for shape in ((), (1, 1)):
         arrays = [np.full(shape, each, np.float32) for each in (left, right)]
-        found = diff(*map(one, arrays))
-        assert found.is_equal == (absolute is None)
-        largest = found.tensors[0].found
+        difference = diff(*map(one, arrays))
+        assert difference.is_equal == (absolute is None)
+        largest = difference.tensors[0].found
         for each, value in ((largest.absolute, absolute), (largest.relative, relative)):
             assert (each is None) == (value is None)
             assert each is None or each.value == pytest.approx(value, nan_ok=True)
-            assert found.tensors[0].index(each) == (None if each is None else [0] * len(shape))
+            assert difference.tensors[0].index(each) == (None if each is None else [0] * len(shape))
 
 
 def test_whole_numbers_differ_exactly() -> None:
@@ -173,13 +173,13 @@ def test_whole_numbers_differ_exactly() -> None:
 def test_another_dtype_is_a_difference_unless_values_alone_are_compared() -> None:
     whole, half = np.array([1.0, -2.5, 3.0], np.float32), np.array([0x3F80, 0xC020, 0x4040], np.uint16)
     left, right = one(whole), one(half, "BF16")
-    found = diff(left, right)
-    assert not found.is_equal
-    assert found.tensors[0].dtypes == ("F32", "BF16")
-    assert found.tensors[0].found.num_differing == 0
+    difference = diff(left, right)
+    assert not difference.is_equal
+    assert difference.tensors[0].dtypes == ("F32", "BF16")
+    assert difference.tensors[0].found.num_differing == 0
     assert diff(left, right, tolerance=Tolerance()).is_equal
-    found = diff(left, one(half + np.array([0, 1, 0], np.uint16), "BF16"), tolerance=Tolerance())
-    assert found.tensors[0].index(found.tensors[0].found.absolute) == [1]
+    difference = diff(left, one(half + np.array([0, 1, 0], np.uint16), "BF16"), tolerance=Tolerance())
+    assert difference.tensors[0].index(difference.tensors[0].found.absolute) == [1]
     assert diff(one([1, 2], "I32"), one([1.0, 2.0], "F64"), tolerance=Tolerance()).is_equal
 
 

@@ -43,10 +43,10 @@ def test_hash_follows_the_contract_for_any_layout(tmp_path: Path, layout: str, s
     assert arrays["embed.weight"].nbytes > 2 << 20, "several blocks"
     write_checkpoint(open_storage(tmp_path), 1, ParallelLayout.parse(layout), 2, tensors, arrays)
     with CheckpointReader(open_storage(tmp_path), 1) as reader:
-        found = hash_checkpoint(reader, slab_bytes=slab_bytes)
+        hashes = hash_checkpoint(reader, slab_bytes=slab_bytes)
         assert reader.bytes_read <= sum(part.data_bytes for part in reader.root.parts)
     expected = {name: tensor_hash(array) for name, array in arrays.items()}
-    assert found.tensors == expected
-    assert found.params == total(tensors, expected, (False,))
-    assert found.optim == total(tensors, expected, (True,))
-    assert found.all == total(tensors, expected, (False, True))
+    assert hashes.tensors == expected
+    assert hashes.params == total(tensors, expected, (False,))
+    assert hashes.optim == total(tensors, expected, (True,))
+    assert hashes.all == total(tensors, expected, (False, True))

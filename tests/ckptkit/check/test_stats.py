@@ -23,27 +23,27 @@ from threefold.errors import UserError
 from threefold.storage.memory import MemoryStorage
 
 
-def assert_describes(found: TensorStatistics, numbers: list[int | float]) -> None:
+def assert_describes(statistics: TensorStatistics, numbers: list[int | float]) -> None:
     finite = [each for each in numbers if math.isfinite(each)]
-    assert found.num_elements == len(numbers)
-    assert found.num_nan == sum(map(math.isnan, numbers))
-    assert found.num_inf == sum(map(math.isinf, numbers))
-    assert found.num_zero == finite.count(0)
-    assert (found.min, found.max) == (min(finite, default=None), max(finite, default=None))
-    assert sum(found.magnitudes.values()) == len(finite) - finite.count(0)
-    for exponent, count in found.magnitudes.items():
+    assert statistics.num_elements == len(numbers)
+    assert statistics.num_nan == sum(map(math.isnan, numbers))
+    assert statistics.num_inf == sum(map(math.isinf, numbers))
+    assert statistics.num_zero == finite.count(0)
+    assert (statistics.min, statistics.max) == (min(finite, default=None), max(finite, default=None))
+    assert sum(statistics.magnitudes.values()) == len(finite) - finite.count(0)
+    for exponent, count in statistics.magnitudes.items():
         if exponent > -1000:
             assert count == sum(2.0**exponent <= abs(float(each)) < 2.0 * 2.0**exponent for each in finite)
     if not finite:
-        assert found.std is None
+        assert statistics.std is None
     elif max(map(abs, finite)) < 1e140:
         mean = math.fsum(finite) / len(finite)
         slack = 1e-9 * float(max(map(abs, finite)))
-        assert found.mean == pytest.approx(mean, rel=1e-9, abs=slack)
-        assert found.std == pytest.approx(
+        assert statistics.mean == pytest.approx(mean, rel=1e-9, abs=slack)
+        assert statistics.std == pytest.approx(
             math.sqrt(math.fsum((each - mean) ** 2 for each in finite) / len(finite)), abs=slack
         )
-        assert found.norm == pytest.approx(math.sqrt(math.fsum(float(each) ** 2 for each in finite)), rel=1e-9)
+        assert statistics.norm == pytest.approx(math.sqrt(math.fsum(float(each) ** 2 for each in finite)), rel=1e-9)
 
 
 @settings(max_examples=25)
@@ -114,8 +114,8 @@ def test_the_page_shows_every_tensor_and_needs_nothing_else() -> None:
     storage = MemoryStorage("memory://<i>")
     write_checkpoint(storage, 1, ParallelLayout(), 1, infos, {n: np.array(a, np.float32) for n, a in arrays.items()})
     with CheckpointReader(storage, 1) as reader:
-        about, found = describe(reader.root, reader.url), tensor_statistics(reader)
-    page = render_statistics(about, found)
+        about, statistics = describe(reader.root, reader.url), tensor_statistics(reader)
+    page = render_statistics(about, statistics)
     assert page.startswith("<!doctype html>")
     assert page.rstrip().endswith("</html>")
     assert page.count("<svg") == page.count("</svg>") == len(names)
@@ -125,7 +125,7 @@ def test_the_page_shows_every_tensor_and_needs_nothing_else() -> None:
     assert "1 NaN, 1 Inf." in page
     assert "from 2<sup>-1</sup> to 2<sup>2</sup>" in page
     assert not re.findall(r"src=|href=|<script|http", page)
-    assert page == render_statistics(about, found)
+    assert page == render_statistics(about, statistics)
 
 
 def test_the_page_of_a_checkpoint_without_tensors() -> None:

@@ -231,15 +231,15 @@ def test_a_lost_file_is_told_with_the_tensors_that_it_holds_and_no_others(tmp_pa
     part = root.parts[1]
     with CheckpointReader(open_storage(tmp_path), 9) as reader:
         chunks = reader.files.read_index(part).chunks
-        held = {chunks.names[tensor] for tensor in chunks.tensor.tolist()}
-        assert 0 < len(held) <= 9 < len(chunks.names), "a writer's indexes list the tensors of all its files"
+        names = {chunks.names[tensor] for tensor in chunks.tensor.tolist()}
+        assert 0 < len(names) <= 9 < len(chunks.names), "a writer's indexes list the tensors of all its files"
         (tmp_path / "step-000000009" / part.data).unlink()
         [fault] = verify_checkpoint(reader).faults
-        assert set(fault.tensors) == held
+        assert set(fault.tensors) == names
         with pytest.raises(CheckFailed, match="is missing, where") as caught:
             hash_checkpoint(reader)
     first, *others = caught.value.message.partition(", where ")[2].partition(" and ")[0].split(", ")
-    assert {first, *others} <= held
+    assert {first, *others} <= names
 
 
 @pytest.mark.parametrize("operation", ["read_ranges", "list"])

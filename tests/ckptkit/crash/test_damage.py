@@ -38,7 +38,7 @@ def blocks(run: Path) -> dict[str, tuple[Path, int, int]]:
     with CheckpointReader(open_storage(run), NEWER) as reader:
         part = reader.root.parts[0]
     root, data, table = (run / step_folder(NEWER) / name for name in (ROOT_KEY, part.data, part.index))
-    found = {}
+    damages = {}
     text = root.read_bytes()
     for name, pattern in {
         "root: its first fields": rb'\{\n"format".*?(?="metadata")',
@@ -50,13 +50,13 @@ def blocks(run: Path) -> dict[str, tuple[Path, int, int]]:
     }.items():
         match = re.search(pattern, text, re.DOTALL if "first" in name or name.endswith("data") else 0)
         assert match, name
-        found[name] = (root, match.start(), match.end())
+        damages[name] = (root, match.start(), match.end())
     header_end = 8 + struct.unpack_from("<Q", data.read_bytes()[:8])[0]
     padding = len(data.read_bytes()[:header_end].rstrip(b" "))
     granules = -(-part.data_bytes // GRANULE_BYTES)
     assert granules >= 4
     assert part.data_bytes % GRANULE_BYTES
-    found |= {
+    damages |= {
         "data: header length": (data, 0, 8),
         "data: header": (data, 8, padding),
         "data: padding": (data, padding, header_end),
@@ -67,13 +67,13 @@ def blocks(run: Path) -> dict[str, tuple[Path, int, int]]:
     num_dims, width, num_tensors, num_chunks, num_bytes = struct.unpack_from("<4xHHQQ16xQ", table.read_bytes(), 8)
     counts = [4 * num_tensors, num_tensors, num_tensors, num_bytes, width * num_tensors * num_dims, 4 * num_chunks]
     counts += [width * num_chunks * num_dims] * 2 + [width * num_chunks] * 2 + [8 * granules, 8 * num_tensors]
-    found["index: header"], at = (table, 0, 64), 64
+    damages["index: header"], at = (table, 0, 64), 64
     for name, size in zip(INDEX_COLUMNS, counts, strict=True):
-        found[f"index: {name}"] = (table, at, at + -(-size // 8) * 8)  # with the zeros that pad it
+        damages[f"index: {name}"] = (table, at, at + -(-size // 8) * 8)  # with the zeros that pad it
         at += -(-size // 8) * 8
-    found["index: checksum"] = (table, at, at + 8)
+    damages["index: checksum"] = (table, at, at + 8)
     assert at + 8 == part.index_bytes
-    return found
+    return damages
 
 
 BLOCKS = [

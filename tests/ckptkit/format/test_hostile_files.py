@@ -102,16 +102,16 @@ def test_an_index_with_numbers_replaced_is_refused_or_plannable(data: st.DataObj
         at = data.draw(st.integers(2, 15) if header else st.integers(16, len(body) // 4 - 2)) * 4
         value = data.draw(st.sampled_from(EDGES) | st.integers(0, 2**64 - 1)) % 2 ** (8 * width)
         body[at : at + width] = value.to_bytes(width, "little")
-    found = parsed(PartIndex.from_bytes, bytes(body) + struct.pack("<Q", xxh3_64(bytes(body))))
-    if found is None:
+    reread = parsed(PartIndex.from_bytes, bytes(body) + struct.pack("<Q", xxh3_64(bytes(body))))
+    if reread is None:
         return
-    assert int(found.offsets[-1] + found.chunks.size_bytes[-1]) == found.size_bytes
+    assert int(reread.offsets[-1] + reread.chunks.size_bytes[-1]) == reread.size_bytes
     with contextlib.suppress(UserError):
-        stored = stored_chunks([found, *INDEXES[1:]], TENSORS)
+        stored = stored_chunks([reread, *INDEXES[1:]], TENSORS)
         wanted = ChunkTable.of(rank_chunks(TENSORS, 3, ParallelLayout(), ParallelLayout().coords(0)))
         plan = plan_load(wanted, stored)
         assert int(plan.size.sum()) == int(wanted.size_bytes.sum())
-        sizes = np.array([found.size_bytes, *(index.size_bytes for index in INDEXES[1:])])
+        sizes = np.array([reread.size_bytes, *(index.size_bytes for index in INDEXES[1:])])
         assert (plan.source >= 0).all()
         assert (plan.source + plan.size <= sizes[plan.part]).all()
 

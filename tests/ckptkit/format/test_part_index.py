@@ -39,18 +39,18 @@ def sealed(body: bytes) -> bytes:
 
 
 def test_round_trip() -> None:
-    found = PartIndex.from_bytes(DATA, "here")
+    index = PartIndex.from_bytes(DATA, "here")
     for name in ("names", "dtypes", "ndims"):
-        assert getattr(found.chunks.tensors, name) == getattr(INDEX.chunks.tensors, name)
+        assert getattr(index.chunks.tensors, name) == getattr(INDEX.chunks.tensors, name)
     for name in ("tensor", "offset", "shape", "start", "stop"):
-        assert np.array_equal(getattr(found.chunks, name), getattr(INDEX.chunks, name)), name
-    assert (found.data_offset, found.size_bytes) == (INDEX.data_offset, INDEX.size_bytes)
-    assert np.array_equal(found.checksums, INDEX.checksums)
-    assert np.array_equal(found.offsets, INDEX.offsets)
-    assert found.chunks.tensors.shapes == INDEX.chunks.tensors.shapes
-    assert found.sums is not None
-    assert found.sums.tolist() == list(range(len(INDEX.chunks.names)))
-    assert found.to_bytes() == DATA
+        assert np.array_equal(getattr(index.chunks, name), getattr(INDEX.chunks, name)), name
+    assert (index.data_offset, index.size_bytes) == (INDEX.data_offset, INDEX.size_bytes)
+    assert np.array_equal(index.checksums, INDEX.checksums)
+    assert np.array_equal(index.offsets, INDEX.offsets)
+    assert index.chunks.tensors.shapes == INDEX.chunks.tensors.shapes
+    assert index.sums is not None
+    assert index.sums.tolist() == list(range(len(INDEX.chunks.names)))
+    assert index.to_bytes() == DATA
 
 
 def test_version_1_has_no_shapes_and_sums() -> None:

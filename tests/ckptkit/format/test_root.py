@@ -64,16 +64,16 @@ def document() -> dict[str, Any]:
     return dict(found)
 
 
-def in_version_1(found: dict[str, Any]) -> dict[str, Any]:
+def in_version_1(fields: dict[str, Any]) -> dict[str, Any]:
     """The document as programs wrote it before placements had several cuts; without the tensor that has two."""
     rows = []
-    for row in found["tensors"]:
+    for row in fields["tensors"]:
         (cut, *more), place = row["placement"]["cuts"] or [{"dim": None, "axis": "tp"}], row["placement"]
         if not more:
             placement = {"stage": place["stage"], "dim": cut["dim"], "axis": cut["axis"]}
             placement |= {"padded": place["round_to"] is not None, "tied_to": place["tied_to"]}
             rows.append(row | {"placement": placement})
-    return found | {"version": 1, "tensors": rows}
+    return fields | {"version": 1, "tensors": rows}
 
 
 def test_a_root_of_version_1_holds_the_same_in_the_placements_of_version_2() -> None:
@@ -162,14 +162,14 @@ def test_another_format_version_is_refused_by_name() -> None:
         Root.from_bytes(sealed(document() | {"version": 3}), "here")
 
 
-def spoil(found: dict[str, Any], path: str, value: object) -> bytes:
+def spoil(fields: dict[str, Any], path: str, value: object) -> bytes:
     """A sound document with one value replaced, sealed."""
-    at: Any = found
+    at: Any = fields
     *parents, last = path.split(".")
     for key in parents:
         at = at[int(key) if key.isdecimal() else key]
     at[int(last) if last.isdecimal() else last] = value
-    return sealed(found)
+    return sealed(fields)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.ckptkit.support.saves import ONE, SMALL, pieces_of
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 30))
 def test_cuts_are_where_blocks_end_and_nowhere_else(sizes: list[int], block_bytes: int) -> None:
     columns = cut(np.array(sizes, np.int64), block_bytes)
-    found = [tuple(row) for row in np.stack(columns, axis=1).tolist()]
+    rows = [tuple(row) for row in np.stack(columns, axis=1).tolist()]
     expected, position = [], 0
     for source, size in enumerate(sizes):
         for offset in range(size):
@@ -24,7 +24,7 @@ def test_cuts_are_where_blocks_end_and_nowhere_else(sizes: list[int], block_byte
             else:
                 expected.append([source, offset, block, at, 1])
             position += 1
-    assert found == [tuple(row) for row in expected]
+    assert rows == [tuple(row) for row in expected]
 
 
 @settings(max_examples=20)

@@ -7,16 +7,16 @@ from ckptkit.handoff.ring_signals import RingSignals, Signal, readable
 
 
 def test_a_count_is_taken_once_by_whoever_shares_it() -> None:
-    mine = Signal()
-    other = Signal(os.dup(mine.fd))
+    own = Signal()
+    other = Signal(os.dup(own.fd))
     assert not other.is_set
-    mine.add(2)
-    mine.add()
+    own.add(2)
+    own.add()
     assert other.is_set
     assert other.take() == 3
-    assert not mine.is_set
-    assert mine.take() == 0
-    mine.close()
+    assert not own.is_set
+    assert own.take() == 0
+    own.close()
     other.close()
 
 

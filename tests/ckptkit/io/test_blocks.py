@@ -124,14 +124,14 @@ def test_a_file_written_in_windows_in_any_order(where: tuple[Path, bool]) -> Non
     size = 5 * GRANULE_BYTES + 123
     data = RANDOM[:size]
     windows = [(3 * GRANULE_BYTES, size), (0, GRANULE_BYTES), (GRANULE_BYTES, 3 * GRANULE_BYTES)]
-    found = np.zeros(num_granules(size), np.uint64)
+    sums = np.zeros(num_granules(size), np.uint64)
     with BlockWriter(NewFile(folder, "f"), size, direct=direct) as writer:
         for start, stop in windows:
             first = start // GRANULE_BYTES
             values = writer.write(start, segments_of(data[start:stop]))
-            found[first : first + len(values)] = values
+            sums[first : first + len(values)] = values
     assert (folder / "f").read_bytes() == data.tobytes()
-    assert found.tolist() == expected_checksums(data.tobytes())
+    assert sums.tolist() == expected_checksums(data.tobytes())
 
 
 def test_a_file_that_is_there_is_replaced(where: tuple[Path, bool]) -> None:
@@ -322,12 +322,12 @@ def test_copies() -> None:
     st.lists(st.tuples(st.integers(0, 3 * GRANULE_BYTES), st.integers(0, 2 * GRANULE_BYTES)), max_size=6),
     st.integers(0, 200),
 )
-def test_what_ranges_want_of_a_buffer_goes_there(first: int, wanted: list[tuple[int, int]], shift: int) -> None:
+def test_what_ranges_want_of_a_buffer_goes_there(first: int, byte_ranges: list[tuple[int, int]], shift: int) -> None:
     """Ranges of any place and size, into memory of any alignment; those outside the buffer get nothing."""
     content = np.resize(RANDOM, 3 * GRANULE_BYTES + 77)
     start = first * GRANULE_BYTES
     data = content[start:]
-    ranges = sorted((offset, min(size, len(content) - offset)) for offset, size in wanted)
+    ranges = sorted((offset, min(size, len(content) - offset)) for offset, size in byte_ranges)
     targets = [np.zeros(size + shift, np.uint8)[shift:] for _, size in ranges]
     rows = [(offset, size, target.ctypes.data) for (offset, size), target in zip(ranges, targets, strict=True)]
     assert place(data, start, np.array(rows, np.uint64).reshape(-1, 3), checksums(data)) is None

@@ -18,13 +18,13 @@ CONTENT = np.random.default_rng(2).integers(0, 256, 21 * GRANULE_BYTES + 77, dty
 def test_what_is_streamed_arrives_whole(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     storage = open_storage(tmp_path if kind == "local" else request.getfixturevalue("s3_url"))
     writer = open_writer(storage, "folder/f", len(CONTENT))
-    found = []
+    granule_sums = []
     for start in range(0, len(CONTENT), 6 * GRANULE_BYTES):
         buffer = CONTENT[start : start + 6 * GRANULE_BYTES].copy()
-        found.append(writer.write([(buffer.ctypes.data, len(buffer))]))
+        granule_sums.append(writer.write([(buffer.ctypes.data, len(buffer))]))
         buffer[:] = 0  # the writer has its own by now
     writer.close()
-    assert np.array_equal(np.concatenate(found), checksums(CONTENT))
+    assert np.array_equal(np.concatenate(granule_sums), checksums(CONTENT))
     assert storage.read("folder/f") == CONTENT.tobytes()
 
 

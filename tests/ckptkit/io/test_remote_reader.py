@@ -40,18 +40,18 @@ class SlowStorage(LocalStorage):
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=9), st.integers(-1, 60))
-def test_requests_cover_the_granules_once_and_are_bounded(pieces: list[tuple[int, int]], kept: int) -> None:
+def test_requests_cover_the_granules_once_and_are_bounded(pieces: list[tuple[int, int]], num_kept: int) -> None:
     rows = np.array([(a * GRANULE_BYTES + 7, n * GRANULE_BYTES - 7, 0) for a, n in sorted(pieces)], np.int64)
-    spans = spans_of(rows, kept)
+    spans = spans_of(rows, num_kept)
     covered = [granule for first, stop in spans for granule in range(first, stop)]
     assert covered == sorted({granule for a, n in pieces for granule in range(a, a + n)})
     most = REQUEST_BYTES // GRANULE_BYTES
     assert all(first < stop and first // most == (stop - 1) // most for first, stop in spans)
-    if kept not in covered:  # no more requests than that takes
+    if num_kept not in covered:  # no more requests than that takes
         apart = sum(granule % most == 0 or granule - 1 not in covered for granule in covered)
         assert len(spans) == apart
-    if kept in covered:
-        assert (kept, kept + 1) in spans
+    if num_kept in covered:
+        assert (num_kept, num_kept + 1) in spans
 
 
 def test_several_requests_are_under_way_at_once_and_no_more(tmp_path: Path) -> None:

@@ -39,14 +39,14 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("direct", [0, 1], ids=["buffered", "direct"])
-@pytest.mark.parametrize(("again", "said"), [(1, "equal 1"), (0, "DamagedGranule")], ids=["server", "disk"])
-def test_a_read_that_returned_a_flipped_bit(file: Path, direct: int, again: int, said: str) -> None:
+@pytest.mark.parametrize(("again", "message"), [(1, "equal 1"), (0, "DamagedGranule")], ids=["server", "disk"])
+def test_a_read_that_returned_a_flipped_bit(file: Path, direct: int, again: int, message: str) -> None:
     command = [*strace("pread64:poke_exit=@arg2=04:when=1"), "-P", str(file), sys.executable, "-c", READ, str(file)]
     words = [*command, str(direct), str(again), str(SIZE)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         pytest.skip(f"this strace changes no results: {done.stderr}")
-    assert done.stdout.strip() == said
+    assert done.stdout.strip() == message
 
 
 def test_what_the_disk_holds_is_damage_at_the_second_look_too(file: Path) -> None:

@@ -186,13 +186,13 @@ def test_a_reader_sums_what_it_hands_out_once_whatever_its_ranges(place: str, tm
     expected = ChunkSums(chunks, begin)
     expected.add(content, 0)
     cuts = [begin, 14, 4000, 1_048_577, 1_900_000, 1_900_008, 3_000_001, begin + num_bytes]
-    found, target = ChunkSums(chunks, 0), np.zeros(num_bytes + begin, np.uint8)
+    sums, target = ChunkSums(chunks, 0), np.zeros(num_bytes + begin, np.uint8)
     rows = np.array([(a, b - a, target.ctypes.data + a) for a, b in pairwise(cuts)], np.uint64)
-    places = SumPlaces(found.address, rows[:, 0] - np.uint64(begin))
+    places = SumPlaces(sums.address, rows[:, 0] - np.uint64(begin))
     reader = open_reader(storage, "file", len(content), checksums(content), from_cache=place == "cache")
     for part in (slice(0, 3), slice(3, 5), slice(5, 7)):
         reader.read(rows[part], sums=places.take(part))
-    reader.read(rows, sums=SumPlaces(found.address, np.full(len(rows), NOWHERE, np.uint64)))
+    reader.read(rows, sums=SumPlaces(sums.address, np.full(len(rows), NOWHERE, np.uint64)))
     reader.close()
     assert np.array_equal(target[begin:], content[begin:])
-    assert found.values.tolist() == expected.values.tolist() != [0]
+    assert sums.values.tolist() == expected.values.tolist() != [0]

@@ -59,12 +59,12 @@ def test_errors_reach_all_ranks_as_what_they_are(error: UserError, kind: type[Us
 
 
 def test_a_rank_alone_raises_its_own_error_and_returns_its_own_value() -> None:
-    mine = KeyError("x")
+    own_error = KeyError("x")
 
     def fail() -> None:
-        raise mine
+        raise own_error
 
     with pytest.raises(KeyError) as raised:
         on_all(Alone(), fail)
-    assert raised.value is mine
+    assert raised.value is own_error
     assert on_all(Alone(), lambda: ("any", {"value": 1})) == ("any", {"value": 1})

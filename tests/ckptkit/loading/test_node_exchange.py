@@ -97,31 +97,31 @@ def test_damage_that_one_rank_reads_is_told_to_all(run: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("then", "said"),
+    ("then", "message"),
     [
         ("die", "rank 1 of 3 is gone"),
         pytest.param("freeze", "nothing came within 4 s from rank 1 of 3", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_is_gone_is_named_by_all_others(run: Path, then: str, said: str) -> None:
+def test_a_rank_that_is_gone_is_named_by_all_others(run: Path, then: str, message: str) -> None:
     told = start(run, [["--layout", "tp1", "--deadline", "4", *(["--then", then] if r == 1 else [])] for r in range(3)])
     assert [each["rank"] for each in told] == [0, 2]
-    assert all(said in each["error"] for each in told)
+    assert all(message in each["error"] for each in told)
     assert {each["kind"] for each in told} == {"StorageError"}
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("limit", "said"),
+    ("limit", "message"),
     [
         ("FSIZE=65536", "rank 1 has no memory for [0-9]+ bytes: File too large"),
         pytest.param("NOFILE=6", r"rank 1 may have no 3 more files open \(ulimit -n\)", marks=pytest.mark.slow),
     ],
 )
-def test_what_one_rank_lacks_is_told_to_all_at_once(run: Path, limit: str, said: str) -> None:
+def test_what_one_rank_lacks_is_told_to_all_at_once(run: Path, limit: str, message: str) -> None:
     given = ["--layout", "tp1", "--deadline", "300"]  # longer than the test may take
     told = start(run, [[*given, *(["--limit", limit] if rank == 1 else [])] for rank in range(3)])
-    assert all(re.search(said, each["error"]) for each in told), told
+    assert all(re.search(message, each["error"]) for each in told), told
     assert {each["kind"] for each in told} == {"StorageError"}
 
 

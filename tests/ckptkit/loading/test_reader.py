@@ -148,14 +148,14 @@ def test_parts_that_do_not_make_up_the_tensors_are_told_with_their_place(tmp_pat
     chunk = rank_chunks([info], LAYERS, ParallelLayout(), ParallelLayout().coords(0))
     target = np.zeros(info.numel, np.float32)
     other = dict(root.tensors) | {"norm.weight": replace(root.tensors["norm.weight"], dtype="F64")}
-    for wrong, said, file in (
+    for wrong, message, file in (
         (replace(root, parts=root.parts[1:]), " is not whole: the checkpoint does not hold", ROOT_KEY),
         (replace(root, tensors=other), f"/{root.parts[2].index} holds norm.weight (F32, 1 dims)", root.parts[2].index),
     ):
         with CheckpointReader(storage, 9, root=wrong) as reader:
-            with pytest.raises(CheckFailed, match=re.escape(f"{reader.url}{said}")):
+            with pytest.raises(CheckFailed, match=re.escape(f"{reader.url}{message}")):
                 reader.read(ChunkTable.of(chunk), addresses_of([target]))
-            with pytest.raises(CheckFailed, match=re.escape(f"{reader.url}{said}")):
+            with pytest.raises(CheckFailed, match=re.escape(f"{reader.url}{message}")):
                 reader.plan(ChunkTable.of(chunk))
             assert verify_checkpoint(reader, share=0).faults[0].file == file
     assert not target.any()

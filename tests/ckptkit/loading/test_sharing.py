@@ -23,26 +23,26 @@ intervals = st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: (
 runs = st.lists(intervals, max_size=6).map(lambda found: joined_runs(np.array(found, np.int64).reshape(-1, 2)))
 
 
-def granules(found: Runs) -> list[int]:
-    return [granule for first, stop in found.tolist() for granule in range(first, stop)]
+def granules(runs: Runs) -> list[int]:
+    return [granule for first, stop in runs.tolist() for granule in range(first, stop)]
 
 
 def readers_of(alone: list[Runs], shared: list[Runs]) -> dict[int, tuple[int, bool]]:
     """Return who reads each granule, and whether for itself alone; Different if two do."""
-    found = [
+    granules_of_ranks = [
         (granule, (rank, own))
         for own, by_rank in ((True, alone), (False, shared))
         for rank, each in enumerate(by_rank)
         for granule in granules(each)
     ]
-    require_equal(len(dict(found)) == len(found), "a granule has one reader")
-    return dict(found)
+    require_equal(len(dict(granules_of_ranks)) == len(granules_of_ranks), "a granule has one reader")
+    return dict(granules_of_ranks)
 
 
 @given(st.lists(runs, min_size=1, max_size=6))
-def test_each_wanted_granule_has_one_reader_that_wants_it(wanted: list[Runs]) -> None:
-    alone, shared = share_reads(wanted)
-    wants = [set(granules(each)) for each in wanted]
+def test_each_wanted_granule_has_one_reader_that_wants_it(runs_of_ranks: list[Runs]) -> None:
+    alone, shared = share_reads(runs_of_ranks)
+    wants = [set(granules(each)) for each in runs_of_ranks]
     readers = readers_of(alone, shared)
     for granule, (rank, own) in readers.items():
         assert granule in wants[rank]
@@ -53,19 +53,19 @@ def test_each_wanted_granule_has_one_reader_that_wants_it(wanted: list[Runs]) ->
 @given(st.lists(st.tuples(runs, st.integers(0, 2)), min_size=1, max_size=6), st.lists(st.integers(0, 2), max_size=80))
 def test_who_cannot_read_gets_it_from_one_that_can(ranks: list[tuple[Runs, int]], node_of: list[int]) -> None:
     """Each rank is on a node, and each granule is on the node that `node_of` says, or on one that has a rank."""
-    wanted, nodes = [each for each, _ in ranks], [node for _, node in ranks]
-    held = [node_of[at] if at < len(node_of) and node_of[at] in nodes else nodes[0] for at in range(80)]
+    runs_of_ranks, nodes = [each for each, _ in ranks], [node for _, node in ranks]
+    holders = [node_of[at] if at < len(node_of) and node_of[at] in nodes else nodes[0] for at in range(80)]
     readable = [
-        joined_runs(np.array([(at, at + 1) for at in range(80) if held[at] == node], np.int64).reshape(-1, 2))
+        joined_runs(np.array([(at, at + 1) for at in range(80) if holders[at] == node], np.int64).reshape(-1, 2))
         for node in nodes
     ]
-    alone, shared = share_reads(wanted, readable)
-    wants = [set(granules(each)) for each in wanted]
+    alone, shared = share_reads(runs_of_ranks, readable)
+    wants = [set(granules(each)) for each in runs_of_ranks]
     readers = readers_of(alone, shared)
     for granule, (rank, own) in readers.items():
-        assert held[granule] == nodes[rank]
-        who = [other for other in range(len(wanted)) if granule in wants[other]]
-        assert rank in who or all(nodes[other] != held[granule] for other in who)
+        assert holders[granule] == nodes[rank]
+        who = [other for other in range(len(runs_of_ranks)) if granule in wants[other]]
+        assert rank in who or all(nodes[other] != holders[granule] for other in who)
         assert own == (who == [rank])
     assert readers.keys() == set().union(*wants)
 
@@ -78,12 +78,12 @@ def test_those_that_can_read_for_all_read_as_much() -> None:
 
 
 @given(runs, st.integers(1, 9))
-def test_replicas_share_equally_in_one_stretch_each(wanted: Runs, num_ranks: int) -> None:
-    alone, shared = share_reads([wanted] * num_ranks)
+def test_replicas_share_equally_in_one_stretch_each(wanted_runs: Runs, num_ranks: int) -> None:
+    alone, shared = share_reads([wanted_runs] * num_ranks)
     loads = [count(each) for each in (alone if num_ranks == 1 else shared)]
-    assert sum(loads) == count(wanted)
+    assert sum(loads) == count(wanted_runs)
     assert max(loads) - min(loads) <= 1
-    assert sum(map(len, shared)) <= len(wanted) + num_ranks
+    assert sum(map(len, shared)) <= len(wanted_runs) + num_ranks
 
 
 def test_who_reads_much_alone_reads_less_for_others() -> None:
@@ -109,8 +109,8 @@ def test_what_two_have_in_common(first: Runs, second: Runs) -> None:
 
 
 @given(runs, st.integers(0, 40), st.integers(0, 40))
-def test_windows_are_slices(found: Runs, start: int, length: int) -> None:
-    assert granules(window(found, start, start + length)) == granules(found)[start : start + length]
+def test_windows_are_slices(all_runs: Runs, start: int, length: int) -> None:
+    assert granules(window(all_runs, start, start + length)) == granules(all_runs)[start : start + length]
 
 
 @given(st.lists(intervals, max_size=8), runs)
@@ -131,15 +131,15 @@ def test_clipped_spans(spans: list[tuple[int, int]], within: Runs) -> None:
 def test_reads_of_runs_cover_their_bytes_file_by_file(sizes: list[int], data: st.DataObject) -> None:
     line, total = Line(sizes), sum(map(num_granules, sizes))
     first = data.draw(st.integers(0, total - 1))
-    found = np.array([[first, data.draw(st.integers(first + 1, total))]])
-    reads, offset = line.reads(found)
+    run = np.array([[first, data.draw(st.integers(first + 1, total))]])
+    reads, offset = line.reads(run)
     assert (reads.source % GRANULE_BYTES == 0).all()
     ends = reads.source + reads.size
     assert all(end == sizes[part] or end % GRANULE_BYTES == 0 for part, end in zip(reads.part, ends, strict=True))
     assert offset.tolist() == (np.cumsum(reads.size) - reads.size).tolist()
-    [[begin, end]] = line.bytes_of(found).tolist()
+    [[begin, end]] = line.bytes_of(run).tolist()
     assert reads.size.sum() == end - begin
-    assert granules(line.granules(reads)) == granules(found)
+    assert granules(line.granules(reads)) == granules(run)
 
 
 def test_a_copy_over_a_granule_s_edge_wants_both() -> None:

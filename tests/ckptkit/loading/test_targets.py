@@ -74,16 +74,16 @@ def test_a_device_is_filled_like_host_memory(tmp_path: Path, layout: str, copies
 def test_copies_that_begin_within_an_element_go_where_they_belong() -> None:
     """As those of ranks that share granules may, where a data section does not begin at a multiple of the itemsize."""
     target = np.zeros(4, np.float64)
-    wanted = np.arange(32, dtype=np.uint8)
+    values = np.arange(32, dtype=np.uint8)
     begins = np.array([0, 13, 19], np.int64)
     zeros, sizes = np.zeros(3, np.int64), np.array([13, 6, 13], np.int64)
 
     def read(plan: LoadPlan, addresses: Any, num_threads: int | None = None) -> None:
         for source, size, address in zip(plan.source, plan.size, addresses, strict=True):
             memory = (ctypes.c_uint8 * int(size)).from_address(int(address))
-            memory[:] = wanted[source : source + size].tolist()
+            memory[:] = values[source : source + size].tolist()
 
     with Targets([target], 2) as targets:
         for row in (2, 0, 1):
             targets.fill(LoadPlan(zeros, begins, zeros, begins, sizes).take([row]), read)
-    assert target.view(np.uint8).tolist() == wanted.tolist()
+    assert target.view(np.uint8).tolist() == values.tolist()

@@ -226,7 +226,7 @@ def test_the_fill_and_what_goes_where_are_part_of_the_attempt(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "message"),
     [
         ("[[drop]]\ntensors = 'layers.9.{rest*}'", "drop 'layers.9.{rest*}' matches no tensor"),
         ("[layers]\norder = [0, 9]", "layers.order has 9, a layer without tensors"),
@@ -269,11 +269,11 @@ def test_the_fill_and_what_goes_where_are_part_of_the_attempt(tmp_path: Path) ->
     ],
 )
 def test_what_does_not_fit_is_one_error_and_nothing_is_written(
-    tied_source: Storage, tmp_path: Path, rules: str, said: str
+    tied_source: Storage, tmp_path: Path, rules: str, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         mapped(tied_source, open_storage(tmp_path / "target"), rules, tmp_path)
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert caught.value.hint
     assert not (tmp_path / "target").exists()
 

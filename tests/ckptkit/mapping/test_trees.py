@@ -38,7 +38,7 @@ def step(state: dict[str, Any]) -> list[torch.Tensor]:
     return [each.detach().clone() for each in state["model"].parameters()]
 
 
-def held(state: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+def moments(state: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
     """Of each parameter a copy, and of what the optimizer has of it."""
     states = state["optimizer"].state
     return {
@@ -79,13 +79,13 @@ def test_a_split_matrix_is_loaded_with_its_moments_and_step(tmp_path: Path) -> N
     torch.manual_seed(0)
     state = trained(Model(qkv=6))
     save(tmp_path, state)
-    saved = held(state)
+    saved = moments(state)
     expected = [each.reshape(3, 2, -1).squeeze(-1) for each in step(state)]
     to = ", ".join(f"'{{kind*}}{name}.{{rest*}}'" for name in "qkv")
     assert remap(tmp_path, f"[[split]]\ntensors = '{{kind*}}qkv.{{rest*}}'\nto = [{to}]\n") == 0
     target = fresh(Model(q=2, k=2, v=2))
     Run(tmp_path / "new").load(target)
-    for name, loaded in held(target).items():
+    for name, loaded in moments(target).items():
         which, _, kind = name.partition(".")
         for ours, whole in zip(loaded, saved[f"qkv.{kind}"], strict=True):
             assert torch.equal(ours, whole.chunk(3)["qkv".index(which)] if whole.ndim else whole)

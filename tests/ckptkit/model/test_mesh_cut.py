@@ -13,7 +13,7 @@ from ckptkit.model.mesh_cut import mesh_cut
 def test_a_strided_shard_is_the_rows_of_one_cut_after_the_other(size: int, outer: int, inner: int) -> None:
     """FSDP2 over `outer` ranks cuts what tensor parallelism over `inner` left."""
     rows = torch.arange(size)
-    found = []
+    boxes = []
     for i, j in itertools.product(range(outer), range(inner)):
         chunks = rows.chunk(inner) if size else ()
         left = chunks[j] if j < len(chunks) else rows[:0]
@@ -22,5 +22,5 @@ def test_a_strided_shard_is_the_rows_of_one_cut_after_the_other(size: int, outer
         parts, shape = mesh_cut((size, 3), ((0, inner, outer, i), (0, 1, inner, j)))
         got = [row for part in parts for row in range(part.box.offset[0], part.box.offset[0] + part.box.shape[0])]
         assert (got, shape) == (expected, (len(expected), 3))
-        found += got
-    assert sorted(found) == list(range(size))
+        boxes += got
+    assert sorted(boxes) == list(range(size))

@@ -74,7 +74,7 @@ def index_by_hand(layout: ParallelLayout, axis: Axis, rank: int) -> int:
 
 def box_by_hand(info: TensorInfo, layout: ParallelLayout, rank: int) -> tuple[list[np.ndarray], list[int]]:
     """The indexes that a rank holds along each dim, and how many it has room for: equal rows, cut by cut."""
-    kept, room = [], []
+    held_layers, room = [], []
     for dim, length in enumerate(info.shape):
         cuts = [each for each in info.placement.cuts if each.dim == dim]
         parts = [min(size_by_hand(info, layout, each.axis), each.max_parts or 99) for each in cuts]
@@ -85,9 +85,9 @@ def box_by_hand(info: TensorInfo, layout: ParallelLayout, rank: int) -> tuple[li
             num_ranks = size_by_hand(info, layout, each.axis)
             holders = np.repeat(np.arange(num), num_ranks // num)
             indexes = indexes.reshape(num, -1)[holders[index_by_hand(layout, each.axis, rank) % num_ranks]]
-        kept.append(indexes[indexes < length])
+        held_layers.append(indexes[indexes < length])
         room.append(size)
-    return kept, room
+    return held_layers, room
 
 
 def box_of(info: TensorInfo, layout: ParallelLayout, rank: int) -> Box:

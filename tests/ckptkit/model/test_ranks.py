@@ -29,9 +29,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[None
     calls: list[None] = []
     usual: Callable[..., Any] = getattr(place, name)
 
-    def call(*given: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         calls.append(None)
-        return usual(*given)
+        return usual(*arguments)
 
     monkeypatch.setattr(place, name, call)
     return calls

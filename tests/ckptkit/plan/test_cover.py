@@ -81,15 +81,15 @@ def tables_and_writers(draw: st.DrawFn) -> tuple[list[TensorInfo], list[list[Ran
 @given(tables_and_writers())
 def test_what_is_held_once_passes_and_nothing_else(case: tuple[list[TensorInfo], list[list[RankChunk]]]) -> None:
     tensors, writers = case
-    held = counts(tensors, writers)
-    wrong = {name for name, count in held.items() if (count != 1).any()}
+    counted = counts(tensors, writers)
+    wrong = {name for name, count in counted.items() if (count != 1).any()}
     found = faults_of(tensors, writers)
     assert set(found) == wrong
     for name in wrong:
-        for num, what in ((held[name] == 0).sum(), "missing"), ((held[name] > 1).sum(), "stored more than once"):
-            assert (f"{num * 4:,} of {held[name].size * 4:,} bytes are {what}" in found[name]) == bool(num)
+        for num, what in ((counted[name] == 0).sum(), "missing"), ((counted[name] > 1).sum(), "stored more than once"):
+            assert (f"{num * 4:,} of {counted[name].size * 4:,} bytes are {what}" in found[name]) == bool(num)
             assert (what in found[name]) == bool(num)
-    doubles = {name for name, count in held.items() if (count > 1).any()}
+    doubles = {name for name, count in counted.items() if (count > 1).any()}
     assert set(faults_of(tensors, writers, is_share=True)) == doubles
 
 

@@ -49,8 +49,8 @@ def save(ranks: list[list[RankChunk]], tensors: list[TensorInfo], arrays: dict[s
     return files, indexes
 
 
-def load(wanted: list[RankChunk], tensors: list[TensorInfo], files: list[np.ndarray], indexes: list[PartIndex]):  # type: ignore[no-untyped-def]
-    table = ChunkTable.of(wanted)
+def load(chunks: list[RankChunk], tensors: list[TensorInfo], files: list[np.ndarray], indexes: list[PartIndex]):  # type: ignore[no-untyped-def]
+    table = ChunkTable.of(chunks)
     everything = stored_chunks(indexes, tensors)
     near = stored_chunks(indexes, tensors, Bounds.of(table, everything.chunks.tensors))
     assert len(near.chunks) <= len(everything.chunks)
@@ -131,19 +131,19 @@ def test_any_layout_to_any_layout_and_back(first: ParallelLayout, second: Parall
     arrays = values(tensors)
     files, indexes = save(all_ranks(tensors, 5, first), tensors, arrays, max_chunks=10_000)
     moved_files, moved_indexes = [], []
-    for wanted in all_ranks(tensors, 5, second):
-        targets, _ = load(wanted, tensors, files, indexes)
-        pieces = [Piece(i.name, box, a, b, t) for (i, box, a, b), t in zip(wanted, targets, strict=True)]
-        for (info, box, a, b), piece in zip(wanted, pieces, strict=True):
+    for chunks in all_ranks(tensors, 5, second):
+        targets, _ = load(chunks, tensors, files, indexes)
+        pieces = [Piece(i.name, box, a, b, t) for (i, box, a, b), t in zip(chunks, targets, strict=True)]
+        for (info, box, a, b), piece in zip(chunks, pieces, strict=True):
             assert piece.data.tobytes() == cut(arrays[info.name], box, a, b).tobytes()
         plan = plan_save(pieces, tensors)
         moved_files.append(np.frombuffer(
             plan.files[0].header + b"".join(pieces[row].data.tobytes() for row in plan.rows[0]), np.uint8))  # fmt: skip
         moved_indexes.append(plan.files[0].index(NONE))
-    for rank, wanted in enumerate(all_ranks(tensors, 5, first)):
-        targets, _ = load(wanted, tensors, moved_files, moved_indexes)
+    for rank, chunks in enumerate(all_ranks(tensors, 5, first)):
+        targets, _ = load(chunks, tensors, moved_files, moved_indexes)
         plan = plan_save(
-            [Piece(i.name, box, a, b, t) for (i, box, a, b), t in zip(wanted, targets, strict=True)], tensors
+            [Piece(i.name, box, a, b, t) for (i, box, a, b), t in zip(chunks, targets, strict=True)], tensors
         )
         back = plan.files[0].header + b"".join(targets[row].tobytes() for row in plan.rows[0])
         assert back == files[rank].tobytes()
@@ -291,12 +291,12 @@ def test_storage_order_is_stage_then_parameter_with_its_optimizer_state() -> Non
 @given(layout=layouts, tied=st.booleans())
 def test_the_ranks_of_a_layout_hold_each_element_once(layout: ParallelLayout, tied: bool) -> None:
     tensors = gpt_tensors(num_layers=5, tied=tied)
-    held = {info.name: np.zeros(info.shape, np.int64) for info in tensors}
+    counted = {info.name: np.zeros(info.shape, np.int64) for info in tensors}
     for chunks in all_ranks(tensors, 5, layout):
         for info, box, start, stop in chunks:
             window = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
             count = np.zeros(math.prod(box.shape), np.int64)
             count[start:stop] = 1
-            held[info.name][window] += count.reshape(box.shape)
+            counted[info.name][window] += count.reshape(box.shape)
     for info in tensors:
-        assert (held[info.name] == (0 if info.placement.tied_to else 1)).all(), info.name
+        assert (counted[info.name] == (0 if info.placement.tied_to else 1)).all(), info.name

@@ -210,7 +210,7 @@ def test_all_steps_of_a_run_but_damaged_ones(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["{run}/step-000000009", "{run}-2", "--all"], "leave --all out"),
         (["{run}", "{run}-2/step-000000010"], "a copy keeps its number"),
@@ -218,10 +218,10 @@ def test_all_steps_of_a_run_but_damaged_ones(tmp_path: Path, capsys: pytest.Capt
         (["{run}/step-000000010", "{run}-2"], "holds no committed step 10"),
     ],
 )
-def test_bad_addresses(tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_addresses(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(tmp_path / "run")
     assert main(["copy", *(text.format(run=run) for text in arguments)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not os.path.exists(f"{run}-2")
 
 
@@ -240,8 +240,8 @@ def test_what_a_killed_try_left_takes_no_room_of_the_next(
     step_bytes = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
     hidden: list[Path] = []
 
-    def killed(*given: object, **_: object) -> None:
-        storage, key = given[:2] if verb == "export" else (given[1], given[2][0])
+    def killed(*arguments: object, **_: object) -> None:
+        storage, key = arguments[:2] if verb == "export" else (arguments[1], arguments[2][0])
         path = storage.local_path(key)
         hidden.append(path.with_name(f".{path.name}.0123456789abcdef.tmp"))
         hidden[0].parent.mkdir(parents=True, exist_ok=True)

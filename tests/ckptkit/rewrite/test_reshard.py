@@ -110,17 +110,19 @@ def test_a_layout_that_does_not_divide_is_refused_before_anything_is_written(tmp
 
 
 @pytest.mark.parametrize(
-    ("layout", "step", "said"),
+    ("layout", "step", "message"),
     [
         (ParallelLayout(dp=1_000_000), None, "has 1,000,000 ranks"),
         (ParallelLayout(), -1, "step -1 is not a whole number"),
     ],
 )
-def test_what_cannot_be_written_is_refused(layout: ParallelLayout, step: int | None, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused(
+    layout: ParallelLayout, step: int | None, message: str, tmp_path: Path
+) -> None:
     tensors = gpt_tensors(1)
     source, target = open_storage(tmp_path / "source"), open_storage(tmp_path / "target")
     write_checkpoint(source, 1, ParallelLayout(), 1, tensors, values(tensors))
-    with CheckpointReader(source, 1) as reader, pytest.raises(UserError, match=said):
+    with CheckpointReader(source, 1) as reader, pytest.raises(UserError, match=message):
         reshard(reader, target, layout, step=step)
     assert not (tmp_path / "target").exists()
 

@@ -54,7 +54,7 @@ def test_auto_is_what_a_launcher_says(variables: dict[str, str], shard: Shard) -
 
 
 @pytest.mark.parametrize(
-    ("text", "variables", "said"),
+    ("text", "variables", "message"),
     [
         ("auto", {}, "finds none of SLURM_ARRAY_TASK_ID, SLURM_PROCID, RANK"),
         ("auto", {"RANK": "1"}, "cannot read RANK=1, WORLD_SIZE= as numbers"),
@@ -62,22 +62,22 @@ def test_auto_is_what_a_launcher_says(variables: dict[str, str], shard: Shard) -
         ("1", {}, "'1' is not a shard"),
     ],
 )
-def test_shards_that_cannot_be(text: str, variables: dict[str, str], said: str) -> None:
-    with pytest.raises(UserError, match=said) as caught:
+def test_shards_that_cannot_be(text: str, variables: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
         Shard.parse(text, variables)
     assert caught.value.hint
 
 
 @given(sizes=SIZES, count=st.integers(1, 70))
 def test_shares_are_neighbours_of_equal_bytes_but_for_a_file(sizes: list[int], count: int) -> None:
-    found = shares(sizes, count)
-    assert found == sorted(found)
-    assert 0 <= found[0] <= found[-1] < count
+    parts = shares(sizes, count)
+    assert parts == sorted(parts)
+    assert 0 <= parts[0] <= parts[-1] < count
     for number in range(count):
-        held = [size for size, owner in zip(sizes, found, strict=True) if owner == number]
+        held = [size for size, owner in zip(sizes, parts, strict=True) if owner == number]
         assert count * sum(held) <= sum(sizes) + count * max(held, default=0)
     assert shares([4, 4, 2, 6], 2) == [0, 0, 1, 1]
-    assert list(accumulate(found, max)) == found
+    assert list(accumulate(parts, max)) == parts
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_of_two_equal_exports_the_one_that_lost_its_note_fails_and_names_the_oth
     readers: tuple[CheckpointReader, CheckpointReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second goes on as if the first had been killed; the first, at its end, has not made the folder."""
-    target, taken = MemoryStorage(), list[str]()
+    target, refusals = MemoryStorage(), list[str]()
 
     def other() -> None:
         interrupted(monkeypatch, FolderClaim, "__exit__", first_ends)
@@ -108,7 +108,7 @@ def test_of_two_equal_exports_the_one_that_lost_its_note_fails_and_names_the_oth
     def first_ends() -> None:
         with pytest.raises(StorageError, match=r"was taken by another call \(.+:[0-9]+:[0-9a-f]+\)") as caught:
             claims[0].__exit__(None, None, None)
-        taken.append(str(caught.value))
+        refusals.append(str(caught.value))
 
     claims: list[FolderClaim] = []
     enter = FolderClaim.__enter__
@@ -116,7 +116,7 @@ def test_of_two_equal_exports_the_one_that_lost_its_note_fails_and_names_the_oth
     interrupted(monkeypatch, FolderClaim, "__exit__", other)
     with pytest.raises(StorageError, match="was taken by another call, and the note of this one is gone"):
         export_tensorstore(readers[0], target)
-    assert taken
+    assert refusals
     assert objects_of(target) == alone(export_tensorstore, readers[0])
 
 

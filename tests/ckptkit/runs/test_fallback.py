@@ -51,9 +51,9 @@ DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "damage", "said"), DAMAGE)
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE)
 def test_damage_is_passed_over_and_told_in_a_line(
-    run: Path, name: str, damage: Callable[[Path], None], said: str
+    run: Path, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(next((run / "step-000000003").rglob(name)))
     pieces, lines = pieces_of(SMALL, ONE, 0), list[str]()
@@ -62,7 +62,7 @@ def test_damage_is_passed_over_and_told_in_a_line(
     expected = {key: array * 2 for key, array in values(SMALL).items()}
     assert_restored(pieces, pieces_of(SMALL, ONE, 0, expected))
     [line] = lines
-    assert said in line
+    assert message in line
     assert f"{run}/step-000000003" in line
     assert line.endswith("; falling back from step 3 to step 2")
     assert "\n" not in line

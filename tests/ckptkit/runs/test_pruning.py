@@ -183,28 +183,28 @@ def test_what_killed_writers_left_under_hidden_names_goes(tmp_path: Path) -> Non
         "step-000000001/.root.json.0123456789abcdef.tmp", "step-000000001/b/.part-00001.index.0123456789abcdef.tmp",
         "step-000000002/a1/.part-00000.failed.0123456789abcdef.tmp", "step-000000004/.pin.json.0123456789abcdef.tmp",
     ]  # fmt: skip
-    mine = [
+    own = [
         "step-000000003/.root.json.tmp", "step-000000003/a1/.notes.txt.0123456789abcdef.tmp",
         "step-000000004/a1/.part-00000.index.0123456789ABCDEF.tmp", "other/.root.json.0123456789abcdef.tmp",
     ]  # fmt: skip
     newer = ["step-000000005/.root.json.0123456789abcdef.tmp"]
-    for name in (*left, *mine, *newer):
+    for name in (*left, *own, *newer):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"half")
     told = prune(storage, LAST, dry_run=True)
-    assert hidden(tmp_path) == sorted((*left, *mine, *newer))
+    assert hidden(tmp_path) == sorted((*left, *own, *newer))
     report = prune(storage, LAST)
     assert report.deleted == told.deleted == [2, 3]
     assert report.hidden == told.hidden == [left[2]]
     assert report.num_files == told.num_files == 2 * 5 + 1, "young ones may be in use, but not those of a deleted step"
     assert not (tmp_path / "step-000000002").exists()
-    assert hidden(tmp_path) == sorted(each for each in (*left, *mine, *newer) if each != left[2])
+    assert hidden(tmp_path) == sorted(each for each in (*left, *own, *newer) if each != left[2])
     age(tmp_path, DAY_S + 60)
     assert prune(storage, LAST).num_files == 3
-    assert hidden(tmp_path) == sorted((*mine, *newer))
+    assert hidden(tmp_path) == sorted((*own, *newer))
     assert not (tmp_path / "step-000000001").exists()
     assert prune(storage, Retention(), orphans_older_than_s=0).hidden == newer
-    assert hidden(tmp_path) == sorted(mine)
+    assert hidden(tmp_path) == sorted(own)
 
 
 def test_all_debris_of_a_run_without_commits_goes_at_an_age_that_is_named(tmp_path: Path) -> None:
@@ -247,22 +247,22 @@ def test_a_linked_step_loses_its_link_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", ["step", "attempt", "file"])
 def test_behind_links_nothing_is_deleted(tmp_path: Path, link: str) -> None:
     """Steps, attempts and files of another run that are linked into this one."""
-    mine, other = open_storage(tmp_path / "run"), open_storage(tmp_path / "other")
-    write_steps(mine, 1, 2, 3)
+    run, other = open_storage(tmp_path / "run"), open_storage(tmp_path / "other")
+    write_steps(run, 1, 2, 3)
     write_steps(other, 1)
     inside = {"step": "step-000000001", "attempt": "step-000000001/a1", "file": "step-000000001/a1/part-00000.index"}
-    path, theirs = tmp_path / "run" / inside[link], tmp_path / "other" / inside[link]
+    path, other_path = tmp_path / "run" / inside[link], tmp_path / "other" / inside[link]
     path.rename(tmp_path / "away")
-    path.symlink_to(theirs)
+    path.symlink_to(other_path)
     (tmp_path / "other/step-000000001/a1/.part-00000.index.0123456789abcdef.tmp").write_bytes(b"theirs")
     if link == "step":
-        (theirs / "b2").mkdir()
-        (theirs / "b2/part-00000.index").write_bytes(b"an orphan")
+        (other_path / "b2").mkdir()
+        (other_path / "b2/part-00000.index").write_bytes(b"an orphan")
     before = {key: other.read(key) for key in keys(other)}
-    assert [record.step for record in checked_records(mine)] == [1, 2, 3], "a linked step is read"
-    assert prune(mine, Retention(keep_last=3), orphans_older_than_s=0).num_files == 0
+    assert [record.step for record in checked_records(run)] == [1, 2, 3], "a linked step is read"
+    assert prune(run, Retention(keep_last=3), orphans_older_than_s=0).num_files == 0
     assert path.is_symlink(), "of a step that stays nothing goes"
-    assert prune(mine, LAST, orphans_older_than_s=0).deleted == [1, 2]
+    assert prune(run, LAST, orphans_older_than_s=0).deleted == [1, 2]
     assert not path.is_symlink()
     assert [each.name for each in (tmp_path / "run").iterdir()] == ["step-000000003"]
     assert {key: other.read(key) for key in keys(other)} == before

@@ -24,13 +24,13 @@ def test_a_step_that_goes_while_it_is_read_is_none_or_not_good(tmp_path: Path, m
     write_steps(storage, 1, 2)
     usual = getattr(storage, method)
 
-    def gone(key: str) -> object:
+    def vanished(key: str) -> object:
         if key.startswith("step-000000001"):
             for path in (tmp_path / "step-000000001").rglob("*.*"):
                 path.unlink()
         return usual(key)
 
-    setattr(storage, method, gone)
+    setattr(storage, method, vanished)
     assert [record.step for record in checked_records(storage) if record.is_good] == [2]
 
 

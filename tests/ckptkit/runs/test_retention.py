@@ -51,47 +51,47 @@ def policies() -> st.SearchStrategy[Retention]:
     return st.builds(Retention, small, small, small, small, mode=st.sampled_from(["min", "max"]))
 
 
-def kept(found: list[StepRecord], policy: Retention) -> set[int]:
-    return {record.step for record in found} - set(expired(found, policy))
+def kept_steps(records: list[StepRecord], policy: Retention) -> set[int]:
+    return {record.step for record in records} - set(expired(records, policy))
 
 
 @given(records(), policies())
-def test_the_newest_good_step_and_pinned_and_unreadable_ones_stay(found: list[StepRecord], policy: Retention) -> None:
-    stay = kept(found, policy)
-    assert {record.step for record in found if record.pin is not None or not record.attempt} <= stay
-    good_steps = [record.step for record in found if record.is_good]
+def test_the_newest_good_step_and_pinned_and_unreadable_ones_stay(steps: list[StepRecord], policy: Retention) -> None:
+    stay = kept_steps(steps, policy)
+    assert {record.step for record in steps if record.pin is not None or not record.attempt} <= stay
+    good_steps = [record.step for record in steps if record.is_good]
     if good_steps:
-        assert {record.step for record in found if record.step >= max(good_steps)} <= stay
+        assert {record.step for record in steps if record.step >= max(good_steps)} <= stay
     else:
-        assert len(stay) == len(found)
+        assert len(stay) == len(steps)
 
 
 @given(records(), policies())
-def test_rules_compose_by_union(found: list[StepRecord], policy: Retention) -> None:
+def test_rules_compose_by_union(steps: list[StepRecord], policy: Retention) -> None:
     rules = [Retention(**{name: getattr(policy, name)}, mode=policy.mode) for name in RULES]
-    each = [kept(found, rule) for rule in rules if rule.has_rules]
-    assert kept(found, policy) == (set().union(*each) if each else {record.step for record in found})
+    each = [kept_steps(steps, rule) for rule in rules if rule.has_rules]
+    assert kept_steps(steps, policy) == (set().union(*each) if each else {record.step for record in steps})
 
 
 @given(records(), policies())
-def test_a_second_prune_finds_nothing(found: list[StepRecord], policy: Retention) -> None:
-    stay = kept(found, policy)
-    assert expired([record for record in found if record.step in stay], policy) == []
+def test_a_second_prune_finds_nothing(steps: list[StepRecord], policy: Retention) -> None:
+    stay = kept_steps(steps, policy)
+    assert expired([record for record in steps if record.step in stay], policy) == []
 
 
 @given(records(), policies(), st.sampled_from(["keep_last", "keep_best", "keep_hourly"]), st.integers(1, 5))
-def test_a_larger_number_keeps_no_less(found: list[StepRecord], policy: Retention, rule: str, more: int) -> None:
+def test_a_larger_number_keeps_no_less(steps: list[StepRecord], policy: Retention, rule: str, more: int) -> None:
     if policy.has_rules:
         larger = dataclasses.replace(policy, **{rule: getattr(policy, rule) + more})
-        assert kept(found, policy) <= kept(found, larger)
+        assert kept_steps(steps, policy) <= kept_steps(steps, larger)
 
 
 @given(records(), policies(), st.randoms())
-def test_the_order_of_records_is_of_no_account(found: list[StepRecord], policy: Retention, random: object) -> None:
-    shuffled = found.copy()
+def test_the_order_of_records_is_of_no_account(steps: list[StepRecord], policy: Retention, random: object) -> None:
+    shuffled = steps.copy()
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert expired(shuffled, policy) == expired(found, policy)
-    assert expired(found, policy) == sorted(step for step, why in reasons_to_keep(found, policy).items() if not why)
+    assert expired(shuffled, policy) == expired(steps, policy)
+    assert expired(steps, policy) == sorted(step for step, why in reasons_to_keep(steps, policy).items() if not why)
 
 
 def test_without_a_rule_everything_stays() -> None:
@@ -100,23 +100,25 @@ def test_without_a_rule_everything_stays() -> None:
 
 def test_the_last_count_good_steps_only() -> None:
     found = [good(1), good(2), StepRecord(3, attempt="a", problem="a file is missing"), good(4)]
-    assert kept(found, Retention(keep_last=1)) == {4}
-    assert kept(found, Retention(keep_last=2)) == {2, 3, 4}
+    assert kept_steps(found, Retention(keep_last=1)) == {4}
+    assert kept_steps(found, Retention(keep_last=2)) == {2, 3, 4}
     found.insert(0, StepRecord(0, attempt="a", problem="a file is missing"))
-    assert kept(found, Retention(keep_last=3)) == {1, 2, 3, 4}
-    assert kept(found, Retention(keep_last=4)) == {0, 1, 2, 3, 4}
+    assert kept_steps(found, Retention(keep_last=3)) == {1, 2, 3, 4}
+    assert kept_steps(found, Retention(keep_last=4)) == {0, 1, 2, 3, 4}
 
 
 def test_a_damaged_step_newer_than_the_newest_good_one_stays() -> None:
     found = [good(1), good(2), StepRecord(3, attempt="a", problem="a file is missing")]
-    assert kept(found, Retention(keep_last=1)) == {2, 3}
+    assert kept_steps(found, Retention(keep_last=1)) == {2, 3}
 
 
 def test_every_takes_the_first_step_at_or_after_each_multiple() -> None:
     every = Retention(keep_every=10)
-    assert kept([good(step) for step in (0, 5, 10, 14, 20, 21)], every) == {0, 10, 20, 21}
-    assert kept([good(step) for step in (3, 9, 11, 19, 20, 38, 39, 45)], every) == {11, 20, 38, 45}
-    assert kept([StepRecord(11, attempt="a", problem="a file is missing"), good(13), good(14), good(25)], every) == {
+    assert kept_steps([good(step) for step in (0, 5, 10, 14, 20, 21)], every) == {0, 10, 20, 21}
+    assert kept_steps([good(step) for step in (3, 9, 11, 19, 20, 38, 39, 45)], every) == {11, 20, 38, 45}
+    assert kept_steps(
+        [StepRecord(11, attempt="a", problem="a file is missing"), good(13), good(14), good(25)], every
+    ) == {
         13,
         25,
     }
@@ -127,27 +129,27 @@ def test_a_holder_of_a_multiple_stays_whatever_is_saved_or_pruned_later(
     steps: set[int], every: int, data: st.DataObject
 ) -> None:
     """After each save only what is kept is there, as after every prune, and the end is that of one prune of all."""
-    policy, there = Retention(keep_every=every), list[StepRecord]()
+    policy, stored = Retention(keep_every=every), list[StepRecord]()
     for step in sorted(steps):
-        there.append(good(step))
+        stored.append(good(step))
         if data.draw(st.booleans()):
-            there = [record for record in there if record.step in kept(there, policy)]
+            stored = [record for record in stored if record.step in kept_steps(stored, policy)]
     held = {record.step for record in first_of_multiples([good(step) for step in steps], every)}
-    assert kept(there, policy) == held | {max(steps)} == kept([good(step) for step in steps], policy)
+    assert kept_steps(stored, policy) == held | {max(steps)} == kept_steps([good(step) for step in steps], policy)
     assert len({step // every for step in held}) == len(held)
 
 
 def test_the_best_of_equal_ones_is_the_newest() -> None:
     found = [good(1, 2.0), good(2, 1.0), good(3, 1.0), good(4, 3.0), good(5), good(6, None)]
-    assert kept(found, Retention(keep_best=1)) == {3, 6}
-    assert kept(found, Retention(keep_best=3)) == {1, 2, 3, 6}
-    assert kept(found, Retention(keep_best=1, mode="max")) == {4, 6}
-    assert kept(found, Retention(keep_best=1, metric="other")) == {6}
+    assert kept_steps(found, Retention(keep_best=1)) == {3, 6}
+    assert kept_steps(found, Retention(keep_best=3)) == {1, 2, 3, 6}
+    assert kept_steps(found, Retention(keep_best=1, mode="max")) == {4, 6}
+    assert kept_steps(found, Retention(keep_best=1, metric="other")) == {6}
     assert [record.step for record in ranked(found, "val_loss", "max")] == [4, 1, 3, 2]
 
 
 def test_hourly_keeps_the_newest_step_of_each_hour_that_has_one() -> None:
-    found = [
+    records = [
         good(1, hour=1.0),
         good(2, hour=1.5),
         good(3, hour=4.2),
@@ -155,9 +157,9 @@ def test_hourly_keeps_the_newest_step_of_each_hour_that_has_one() -> None:
         good(5, hour=9.1),
         good(6, hour=0),
     ]
-    assert [record.step for record in newest_of_hours(found)] == [5, 3, 2]
-    assert kept(found, Retention(keep_hourly=2)) == {3, 5, 6}
-    assert kept(found, Retention(keep_hourly=24)) == {2, 3, 5, 6}
+    assert [record.step for record in newest_of_hours(records)] == [5, 3, 2]
+    assert kept_steps(records, Retention(keep_hourly=2)) == {3, 5, 6}
+    assert kept_steps(records, Retention(keep_hourly=24)) == {2, 3, 5, 6}
 
 
 def test_reasons_are_told() -> None:

@@ -142,18 +142,18 @@ def test_no_save_is_given_up_for_a_faulty_one(s3_proxy: FaultProxy, s3_url: str)
 @pytest.mark.slow
 def test_what_another_rank_gave_up_is_not_waited_for(s3_proxy: FaultProxy, s3_url: str) -> None:
     layout = ParallelLayout(dp=2)
-    made = [Checkpointer(s3_url, rank=r, world_size=2, attempt="a", options=options("abort")) for r in (0, 1)]
-    made[1]._give_up_within_s = 0.2
+    checkpointers = [Checkpointer(s3_url, rank=r, world_size=2, attempt="a", options=options("abort")) for r in (0, 1)]
+    checkpointers[1]._give_up_within_s = 0.2
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=60.0, times=1)
-    save_one(made[1], 1, SMALL, layout, 1)
+    save_one(checkpointers[1], 1, SMALL, layout, 1)
     wait_until(lambda: s3_proxy.num_faults == 1)
-    save_one(made[0], 1, SMALL, layout, 0)
-    save_one(made[1], 2, SMALL, layout, 1)  # its writer does not listen: it is killed, the next one tells
-    report = made[0].wait()[0]
+    save_one(checkpointers[0], 1, SMALL, layout, 0)
+    save_one(checkpointers[1], 2, SMALL, layout, 1)  # its writer does not listen: it is killed, the next one tells
+    report = checkpointers[0].wait()[0]
     assert report.error == "writer 1 failed: its writer was killed"
-    save_one(made[0], 2, SMALL, layout, 0)
-    assert made[0].wait()[0].ok
-    for checkpointer in made:
+    save_one(checkpointers[0], 2, SMALL, layout, 0)
+    assert checkpointers[0].wait()[0].ok
+    for checkpointer in checkpointers:
         checkpointer.close()
     assert committed_steps(open_storage(s3_url)) == [2]
 

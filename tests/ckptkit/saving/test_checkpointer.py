@@ -457,16 +457,16 @@ def test_a_forked_process_leaves_the_writer_to_its_parent(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"deadline_s": -1}, {"timeout_s": float("nan")}, {"retry_s": "x"}, {"max_failed_saves": 0}, {"num_threads": 0},
         {"window_bytes": -1}, {"window_bytes": 1.5}, {"when_busy": "skipp"}, {"retention": None},
     ],
 )  # fmt: skip
-def test_options_that_cannot_be_are_refused(given: dict[str, Any]) -> None:
-    [(name, value)] = given.items()
+def test_options_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+    [(name, value)] = settings.items()
     with pytest.raises(UserError, match=re.escape(f"{name} {value!r} is no")):
-        CheckpointerOptions(**given)
+        CheckpointerOptions(**settings)
 
 
 def test_a_shortage_of_memory_at_the_start_is_told_with_a_way_out(tmp_path: Path) -> None:

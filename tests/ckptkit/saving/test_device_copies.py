@@ -51,8 +51,8 @@ class LateTransfer:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Piece]:
     """Torch tensors, all of them or two of three on the device."""
-    made = pieces_of(TENSORS, ONE, 0, values(TENSORS), lambda flat: torch.from_numpy(flat.copy()))
-    on_device = {id(p.data) for number, p in enumerate(made) if request.param == "all" or number % 3}
+    pieces_made = pieces_of(TENSORS, ONE, 0, values(TENSORS), lambda flat: torch.from_numpy(flat.copy()))
+    on_device = {id(p.data) for number, p in enumerate(pieces_made) if request.param == "all" or number % 3}
 
     def addresses(sources: Sequence[Any]) -> np.ndarray:
         return host_addresses(sources) * np.array([id(data) not in on_device for data in sources])
@@ -60,7 +60,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> l
     monkeypatch.setattr(staging_module, "host_addresses", addresses)
     for module in (staging_module, save_module):
         monkeypatch.setattr(module, "Transfer", LateTransfer)
-    return made
+    return pieces_made
 
 
 @pytest.mark.ci

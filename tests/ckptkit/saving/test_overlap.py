@@ -150,13 +150,13 @@ def test_blocks_come_in_runs_and_are_released(num_slots: int, runs: list[int]) -
     signals, memory = RingSignals(), np.zeros(100, np.uint8)
     blocks = RingReader(order(5, num_slots, 47), memory, signals, os.getppid())
     signals.staged.add(2)
-    found = []
+    addresses = []
     for rows in blocks.of_file(0):
-        found.append(int(rows[0, 1]))
-        if len(found) == 1:
+        addresses.append(int(rows[0, 1]))
+        if len(addresses) == 1:
             assert signals.released.take() == 0
             signals.staged.add(3)
-    assert found == runs
+    assert addresses == runs
     assert signals.released.take() == 5
     signals.close()
 

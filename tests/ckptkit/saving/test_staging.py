@@ -53,15 +53,15 @@ def test_files_lie_whole_and_apart(template: SaveTemplate, tmp_path: Path) -> No
     areas = sorted([*(file.index for file in files), draft, *places], key=lambda area: area.offset)
     assert all(a.offset + a.size <= b.offset for a, b in pairwise(areas))
     assert all(area.offset % ALIGNMENT == 0 for area in areas)
-    found = {}
+    contents = {}
     for number, (file, place) in enumerate(zip(files, places, strict=True)):
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(place.of(arena.memory).tobytes())
-        found |= safetensors.numpy.load_file(path)
+        contents |= safetensors.numpy.load_file(path)
         assert PartIndex.from_bytes(file.index.of(arena.memory).tobytes(), "index").size_bytes == file.size_bytes
-    assert found.keys() == {f"{name}@0" for name in values(SMALL)}
+    assert contents.keys() == {f"{name}@0" for name in values(SMALL)}
     for name, array in values(SMALL).items():
-        assert (found[f"{name}@0"] == array).all()
+        assert (contents[f"{name}@0"] == array).all()
     arena.close()
 
 

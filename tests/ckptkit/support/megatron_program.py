@@ -29,19 +29,19 @@ def state(rank: int, size: int, *, is_empty: bool = False) -> dict[str, Any]:
         return ShardedTensor.from_rank_offsets(name, data, (dim, rank, size), replica_id=0, **options)
 
     generator = torch.Generator().manual_seed(0)
-    found: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for kind, dtype in (("model", torch.bfloat16), ("optimizer.exp_avg", torch.float32)):
         row, column = (torch.randn(ROWS * 2, COLUMNS, generator=generator).to(dtype) for _ in range(2))
-        found[f"{kind}.row"] = cut(f"{kind}.row", row, 0)
-        found[f"{kind}.column"] = cut(f"{kind}.column", column, 1)
+        loaded[f"{kind}.row"] = cut(f"{kind}.row", row, 0)
+        loaded[f"{kind}.column"] = cut(f"{kind}.column", column, 1)
         for layer in range(LAYERS):
             whole = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
             data = torch.zeros_like(whole) if is_empty else whole
-            found[f"{kind}.{layer}"] = ShardedTensor.from_rank_offsets(
+            loaded[f"{kind}.{layer}"] = ShardedTensor.from_rank_offsets(
                 f"{kind}.layers", data, (0, layer, LAYERS), prepend_axis_num=1, replica_id=rank
             )
-    found["rng"] = ShardedObject("rng", None if is_empty else {"rank": rank}, (size,), (rank,), 0)
-    return found if is_empty else found | {"iteration": 7, "args": {"lr": 0.1}}
+    loaded["rng"] = ShardedObject("rng", None if is_empty else {"rank": rank}, (size,), (rank,), 0)
+    return loaded if is_empty else loaded | {"iteration": 7, "args": {"lr": 0.1}}
 
 
 def save(rank: int, folder: str, size: int) -> None:

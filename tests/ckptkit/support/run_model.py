@@ -34,7 +34,7 @@ def faulty(storage: Storage, fault: tuple[str, int, bool, int]) -> Storage:
     return FaultStorage(storage, Fault(error, after=after, times=times, served=served))
 
 
-def kept(steps: dict[int, Step], policy: Retention) -> set[int]:
+def kept_steps(steps: dict[int, Step], policy: Retention) -> set[int]:
     """The steps that a policy keeps, said once more: the newest, the pinned, the last, the first of each multiple."""
     ascending = sorted(steps)
     stay = {step for step in ascending if steps[step].is_pinned} | set(ascending[-1:])

@@ -222,27 +222,27 @@ class Simulation:
 
     def _check(self, folders: Set[str]) -> None:
         """Check that steps that changed are whole if listed, keep their roots, and go only where a newer one stays."""
-        found: dict[int, tuple[bytes, Root]] = {}
+        roots: dict[int, tuple[bytes, Root]] = {}
         for step in range(1, self.num_steps + 1):
             if step_folder(step) not in folders:
                 if step in self._roots:
-                    found[step] = self._roots[step]
+                    roots[step] = self._roots[step]
             elif self.store.info(root_key(step)) is not None:
                 data = self.store.read(root_key(step))
                 known = self._roots.get(step)
-                found[step] = (
+                roots[step] = (
                     known if known and known[0] == data else (data, Root.from_bytes(data, f"the root of step {step}"))
                 )
                 self._must(known is None or known[0] == data, f"the root of step {step} was replaced")
-                self._must(not (fault := half_of(self.store, step, found[step][1])), f"a half step: {fault}")
+                self._must(not (fault := half_of(self.store, step, roots[step][1])), f"a half step: {fault}")
                 if known is None and self._deleted.get(step) != data:
-                    attempt = found[step][1].attempt
+                    attempt = roots[step][1].attempt
                     self.history.setdefault(step, []).append(attempt)
                     self._must(attempt not in self.refused, f"{attempt} was said never to be committed")
-        for step in self._roots.keys() - found.keys():
+        for step in self._roots.keys() - roots.keys():
             self._deleted[step] = self._roots[step][0]
-            self._must(any(newer > step for newer in found), f"step {step} was deleted, the newest one")
-        self._roots = found
+            self._must(any(newer > step for newer in roots), f"step {step} was deleted, the newest one")
+        self._roots = roots
 
     def _check_end(self) -> None:
         """Check that pinned steps are there, and that a sweep leaves nothing but what is committed, which restores."""

@@ -44,7 +44,7 @@ def arrays(value: int) -> dict[str, np.ndarray]:
 @cache
 def files(value: int, layout: ParallelLayout, rank: int) -> list[tuple[PartSource, np.ndarray]]:
     """A rank's data files of a state, as what writes them and as their bytes, which they point to."""
-    state, found = arrays(value), []
+    state, tensors = arrays(value), []
     chunks = rank_chunks(TABLE, NUM_LAYERS, layout, layout.coords(rank))
     pieces = [Piece(info.name, box, a, b, cut(state[info.name], box, a, b)) for info, box, a, b in chunks]
     plan = plan_save(pieces, TABLE)
@@ -52,8 +52,8 @@ def files(value: int, layout: ParallelLayout, rank: int) -> list[tuple[PartSourc
         content = np.frombuffer(file.header + b"".join(pieces[row].data.tobytes() for row in rows), np.uint8)
         draft = file.index(np.zeros(num_granules(file.size_bytes), np.uint64))
         blocks = [np.array([[content.ctypes.data, len(content)]], np.uint64)]
-        found.append((PartSource(draft, blocks), content))
-    return found
+        tensors.append((PartSource(draft, blocks), content))
+    return tensors
 
 
 def save_rank(
@@ -79,14 +79,14 @@ def save_ranks(storage: Storage, step: int, attempt: str, layout: ParallelLayout
 def half_of(storage: Storage, step: int, root: Root | None = None) -> str:
     """What a committed step lacks of its state's bytes, empty where nothing."""
     root = root or read_root(storage, step)
-    there = {item.key for item in storage.list(f"{step_folder(step)}/")}
+    keys = {item.key for item in storage.list(f"{step_folder(step)}/")}
     expected = [
         content for rank in range(root.layout.world_size)
         for _, content in files(root.metadata["value"], root.layout, rank)
     ]  # fmt: skip
     for part, content in zip(root.parts, expected, strict=True):
         data, index = f"{step_folder(step)}/{part.data}", f"{step_folder(step)}/{part.index}"
-        if not {data, index} <= there:
+        if not {data, index} <= keys:
             return f"{data} or its index is not there"
         if storage.read(data) != content.tobytes() or xxh3_64(storage.read(index)) != part.index_xxh3:
             return f"{data} holds other bytes"

@@ -23,7 +23,7 @@ def test_of_two_attempts_the_whole_one_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "why"),
+    ("held_steps", "why"),
     [
         ([], "no node has a root"),
         (OWN[:1], "no node that is here has the files of writers 2, 3 of 4"),
@@ -37,7 +37,7 @@ def test_of_two_attempts_the_whole_one_counts() -> None:
         ([OWN[0], replace(OWN[1], digest=8)], "its roots differ from node to node"),
     ],
 )
-def test_what_is_no_whole_step_says_why(held: list[Held], why: str) -> None:
-    shares, said = put_together(held)
+def test_what_is_no_whole_step_says_why(held_steps: list[Held], why: str) -> None:
+    shares, said = put_together(held_steps)
     assert shares == []
     assert why in said

@@ -46,14 +46,14 @@ def test_a_lost_disk_is_read_from_the_replica_and_else_from_a_slower_tier(tmp_pa
     shutil.rmtree(job.disk("n1"))
     assert {report.step for report in job.load()} == {6}
     shutil.rmtree(job.replica("n1", "n0"))
-    said = capfd.readouterr().err
+    printed = capfd.readouterr().err
     shutil.rmtree(tmp_path / "slow" / "step-000000006")  # the last step went there too
     assert {report.step for report in job.load()} == {4}
-    said = capfd.readouterr().err
+    printed = capfd.readouterr().err
     lacks = "no node that is here has the files of writers 2, 3 of 4"
-    assert f"step 6 of {tmp_path}/machine-n0/{{node}} is not whole: {lacks}" in said
-    assert "steps 4, 6 of" in said
-    assert "set aside" in said
+    assert f"step 6 of {tmp_path}/machine-n0/{{node}} is not whole: {lacks}" in printed
+    assert "steps 4, 6 of" in printed
+    assert "set aside" in printed
     assert job.steps() == [[], []]
     job.save(6)
     assert job.load()[0].step == 6

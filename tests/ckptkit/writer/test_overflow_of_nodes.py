@@ -40,13 +40,17 @@ class TwoNodes:
     def __init__(
         self, first: Path, second: Path, slow: Path, every: int = 100, keep_last: int = 0, **options: Any
     ) -> None:  # fmt: skip
-        found = CheckpointerOptions(deadline_s=20.0, tiers=(Tier(str(slow), every=every, newest=0),),
+        set_options = CheckpointerOptions(deadline_s=20.0, tiers=(Tier(str(slow), every=every, newest=0),),
                                     retention=Retention(keep_last=keep_last), **options)  # fmt: skip
         names = [first.name, first.name, second.name, second.name]
         self.slow, self.num_known_failed, self.num_failed = slow, 0, 0
         self.savers = [
             Checkpointer(
-                str([first, second][rank // 2]), rank=rank, world_size=4, attempt="b", options=replace(found, node=node)
+                str([first, second][rank // 2]),
+                rank=rank,
+                world_size=4,
+                attempt="b",
+                options=replace(set_options, node=node),
             )
             for rank, node in enumerate(nodes_of(names, [0, 0, 2, 2]))
         ]

@@ -26,14 +26,14 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def test_the_writer_imports_neither_the_trainers_side_nor_torch() -> None:
-    found, pending = dict[str, str](), [("ckptkit.writer.__main__", "")]
+    importers, pending = dict[str, str](), [("ckptkit.writer.__main__", "")]
     while pending:
         module, importer = pending.pop()
-        if module in found:
+        if module in importers:
             continue
-        found[module] = importer
+        importers[module] = importer
         if path := file_of(module):
             pending += [(name, module) for name in imported(ast.parse(path.read_text()))]
-    assert "ckptkit.handoff.protocol" in found
+    assert "ckptkit.handoff.protocol" in importers
     unwanted = ("torch", "ckptkit.saving", "ckptkit.tiers", "ckptkit.io.torch_tensors")
-    assert [f"{found[name]} imports {name}" for name in found if name.startswith(unwanted)] == []
+    assert [f"{importers[name]} imports {name}" for name in importers if name.startswith(unwanted)] == []

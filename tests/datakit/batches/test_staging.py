@@ -26,13 +26,13 @@ ARRAYS = ("tokens", "labels", "positions", "loss_mask")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two stores of uint16 and int32 in many shards, each also packed into rows of 8."""
     folder, rng = tmp_path_factory.mktemp("stores"), np.random.default_rng(0)
-    found = []
+    contents = []
     for name, vocab_size in (("a", 100), ("b", 70_000)):
         documents = [rng.integers(0, vocab_size, rng.integers(0, 40)) for _ in range(2 * NUM_SHARDS)]
         store = write_store(folder / name, documents, vocab_size=vocab_size, eod_id=0, shard_documents=2)
         pack(store.path, seq_length=8, packing="best_fit")
-        found.append(store.path)
-    return found
+        contents.append(store.path)
+    return contents
 
 
 def open_all(folders: list[Path], reading: Any, packing: str) -> list[TokenStore]:

@@ -43,12 +43,12 @@ def test_it_keeps_a_few_and_those_of_one_size() -> None:
 
 
 @settings(max_examples=25)
-@given(kept=st.lists(st.booleans(), min_size=1, max_size=40))
-def test_what_a_caller_keeps_stays_as_it_was(blend: Blend, kept: list[bool]) -> None:
+@given(are_kept=st.lists(st.booleans(), min_size=1, max_size=40))
+def test_what_a_caller_keeps_stays_as_it_was(blend: Blend, are_kept: list[bool]) -> None:
     """Whole steps, or one of their arrays."""
     with Loader(blend, 2, 1) as loader:
         found = []
-        for step, is_kept in enumerate(kept):
+        for step, is_kept in enumerate(are_kept):
             labels = loader.next_step().labels
             if is_kept:
                 found.append((2 * step, labels))

@@ -48,7 +48,7 @@ def read(folder: Path, mixture: str = "", stores: str = "'a', 'b'", **flags: str
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     return folder
 
@@ -69,9 +69,9 @@ mask_documents = "bad.txt"
 
 
 @pytest.fixture
-def changed(here: Path) -> RunStream:
-    (here / "bad.txt").write_text("# documents that a filter missed\na:3\n./c:2  # 28 to 37\n\n")
-    return read(here, CHANGED)
+def changed(run_folder: Path) -> RunStream:
+    (run_folder / "bad.txt").write_text("# documents that a filter missed\na:3\n./c:2  # 28 to 37\n\n")
+    return read(run_folder, CHANGED)
 
 
 def test_a_run_without_mixture_is_the_stream_of_before(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_the_tables_become_segments(changed: RunStream) -> None:
     assert StreamRecord.from_json(json.loads(json.dumps(blend.record.to_json()))) == blend.record
 
 
-def test_a_flag_says_the_same(here: Path) -> None:
-    run = read(here, **{"data.mixture": "from_sample=100,remove=b,skip=120:128"})
+def test_a_flag_says_the_same(run_folder: Path) -> None:
+    run = read(run_folder, **{"data.mixture": "from_sample=100,remove=b,skip=120:128"})
     assert run.data.mixture == (MixtureConfig(100, remove=("b",), skip=((120, 128),)),)
 
 
@@ -174,7 +174,7 @@ def test_a_resume_from_any_cursor_is_the_uninterrupted_stream(
     assert (np.stack(parts, 1).reshape(-1, L) == wanted.tokens).all()
 
 
-def test_a_past_that_was_edited_is_refused_and_shown(here: Path, changed: RunStream) -> None:
+def test_a_past_that_was_edited_is_refused_and_shown(run_folder: Path, changed: RunStream) -> None:
     blend = changed.open()
     with Loader(blend, 4, 1, cursor=Cursor.start(blend, 300)) as loader:
         state = json.loads(json.dumps(loader.state_dict()))
@@ -188,7 +188,7 @@ def test_a_past_that_was_edited_is_refused_and_shown(here: Path, changed: RunStr
         (CHANGED.replace('["b"]', '["a"]'), ["segment 2: a (", "is missing", "b (", "is new"]),
         (CHANGED + "[[data.mixture]]\nfrom_sample = 299\nremove = ['a']", ["weights change from sample 299 on"]),
     ]:  # fmt: skip
-        with Loader(read(here, text).open(), 4, 1) as loader, pytest.raises(UserError) as caught:
+        with Loader(read(run_folder, text).open(), 4, 1) as loader, pytest.raises(UserError) as caught:
             loader.load_state_dict(state)
         assert all(fault in caught.value.message for fault in faults), caught.value.message
         assert "from_sample = 300" in str(caught.value.hint)
@@ -196,16 +196,16 @@ def test_a_past_that_was_edited_is_refused_and_shown(here: Path, changed: RunStr
         CHANGED + "[[data.mixture]]\nfrom_sample = 300\nremove = ['a']\nskip = [[300, 400]]",
         CHANGED + "[[data.mixture]]\nfrom_sample = 301\nmask_documents = ''\n",
     ):
-        with Loader(read(here, text).open(), 4, 1) as loader:
+        with Loader(read(run_folder, text).open(), 4, 1) as loader:
             loader.load_state_dict(state)
 
 
-def test_what_is_not_begun_may_be_edited(here: Path, changed: RunStream) -> None:
+def test_what_is_not_begun_may_be_edited(run_folder: Path, changed: RunStream) -> None:
     cursor = Cursor.start(changed.open(), 190)  # the second skip is still to come
     assert cursor.num_segments == 4
     for text in (CHANGED.replace(", [200, 201]", ""), CHANGED[: CHANGED.rindex("[[data")]):
-        read(here, text).open().check(cursor)
-    read(here).open().check(Cursor.start(changed.open(), 100))
+        read(run_folder, text).open().check(cursor)
+    read(run_folder).open().check(Cursor.start(changed.open(), 100))
 
 
 def test_a_step_stays_the_sample_that_it_was(changed: RunStream) -> None:
@@ -299,9 +299,9 @@ def test_a_schedule_that_is_none(value: Any) -> None:
         ("from_sample = 9\nwieghts = { a = 1 }", "data.mixture[0].wieghts: unknown key, did you mean"),
     ],
 )
-def test_faulty_tables(here: Path, tables: str, fault: str) -> None:
+def test_faulty_tables(run_folder: Path, tables: str, fault: str) -> None:
     with pytest.raises(UserError) as caught:
-        read(here, "[[data.mixture]]\n" + tables)
+        read(run_folder, "[[data.mixture]]\n" + tables)
     assert fault in caught.value.message
     assert caught.value.hint
 
@@ -319,28 +319,28 @@ def test_faulty_tables(here: Path, tables: str, fault: str) -> None:
         ("[[data.mixture]]\nfrom_step = 2\nremove = ['a']", "changes from sample 4 on come after 9"),
     ],
 )
-def test_faults_that_stores_and_files_show(here: Path, tables: str, fault: str) -> None:
+def test_faults_that_stores_and_files_show(run_folder: Path, tables: str, fault: str) -> None:
     for name, text in (("one", "a:1\na\n"), ("two", "c:1"), ("three", "b:9")):
-        (here / f"{name}.txt").write_text(text)
-    if not (here / "tiny").exists():
-        write_store(here / "tiny", [range(5)], vocab_size=500)
+        (run_folder / f"{name}.txt").write_text(text)
+    if not (run_folder / "tiny").exists():
+        write_store(run_folder / "tiny", [range(5)], vocab_size=500)
     with pytest.raises(UserError) as caught:
-        read(here, "[[data.mixture]]\nfrom_sample = 9\n" + tables).open()
+        read(run_folder, "[[data.mixture]]\nfrom_sample = 9\n" + tables).open()
     assert fault in caught.value.message
     assert caught.value.hint
 
 
-def test_a_change_of_a_store_that_is_named_twice_is_refused(here: Path) -> None:
+def test_a_change_of_a_store_that_is_named_twice_is_refused(run_folder: Path) -> None:
     more_than_once = "a is named more than once in data.stores; name one of them by a link to it"
     for table in ("remove = ['./a']", "weights = { a = 3 }"):
         with pytest.raises(UserError, match=more_than_once):
-            read(here, f"[[data.mixture]]\nfrom_sample = 9\n{table}", stores="'a', 'a'")
-    (here / "twice.txt").write_text("a:1\n")
+            read(run_folder, f"[[data.mixture]]\nfrom_sample = 9\n{table}", stores="'a', 'a'")
+    (run_folder / "twice.txt").write_text("a:1\n")
     table = "[[data.mixture]]\nfrom_sample = 9\nmask_documents = 'twice.txt'"
     with pytest.raises(UserError, match=r"twice\.txt line 1: a is named more than once") as caught:
-        read(here, table, stores="'a', 'a'").open()
-    assert caught.value.hint == f"ln -s {here / 'a'} COPY, and name one of them so"
-    if not (here / "linked").exists():
-        (here / "linked").symlink_to("a")
-    assert read(here, table, stores="'a', 'linked'").open().is_masked(9, 0, 1)
-    assert read(here, "[[data.mixture]]\nfrom_sample = 9\nremove = ['linked']", stores="'a', 'linked'").open()
+        read(run_folder, table, stores="'a', 'a'").open()
+    assert caught.value.hint == f"ln -s {run_folder / 'a'} COPY, and name one of them so"
+    if not (run_folder / "linked").exists():
+        (run_folder / "linked").symlink_to("a")
+    assert read(run_folder, table, stores="'a', 'linked'").open().is_masked(9, 0, 1)
+    assert read(run_folder, "[[data.mixture]]\nfrom_sample = 9\nremove = ['linked']", stores="'a', 'linked'").open()

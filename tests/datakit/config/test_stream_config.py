@@ -21,14 +21,14 @@ def store(tmp_path: Path) -> TokenStore:
 
 
 def test_other_tables_and_keys_are_the_trainers(tmp_path: Path) -> None:
-    found = read(
+    config = read(
         tmp_path,
         "[model]\nnonsense = 1\n[data]\nstores = ['a', 'b']\nweights = [1, 2]\ntokenizer = 3\nstroes = 1\n"
         "[data.valid]\nstores = 5\n[train]\nseed = 4\nprecision = 'none'\n",
         train__seq_length="16",
     )
-    assert (found.data.stores, found.data.weights) == (("a", "b"), (1.0, 2.0))
-    assert found.train == StepConfig(seq_length=16, seed=4)
+    assert (config.data.stores, config.data.weights) == (("a", "b"), (1.0, 2.0))
+    assert config.train == StepConfig(seq_length=16, seed=4)
 
 
 @pytest.mark.parametrize(

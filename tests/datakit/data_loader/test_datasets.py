@@ -56,9 +56,9 @@ def expected(
     return found
 
 
-def same(found: Iterable[dict[str, Any]], wanted: list[dict[str, Any]]) -> bool:
+def same(batches: Iterable[dict[str, Any]], expected_batches: list[dict[str, Any]]) -> bool:
     """Whether tensors have the values and types of arrays, and cursors are equal."""
-    pairs = list(zip(found, wanted, strict=True))
+    pairs = list(zip(batches, expected_batches, strict=True))
     for batch, other in pairs:
         assert batch.keys() == other.keys() == {*ARRAYS, "cursor"}
         assert batch["cursor"] == other["cursor"]
@@ -131,8 +131,8 @@ def test_workers_by_turns_make_the_stream_and_resume_it(
     blend: Blend, num_workers: int, before: int, after: int, first: int
 ) -> None:
     """As StatefulDataLoader does: each worker's state is loaded by that worker, and the next one's turn comes next."""
-    wanted = expected(blend, before + after, first=first)
-    states, found = [{}] * num_workers, []
+    expected_batches = expected(blend, before + after, first=first)
+    states, batches = [{}] * num_workers, []
     for begin, end in ((0, before), (before, before + after)):
         shares, workers = [], []
         for worker in range(num_workers):
@@ -143,7 +143,7 @@ def test_workers_by_turns_make_the_stream_and_resume_it(
                     dataset.load_state_dict(json.loads(json.dumps(states[worker])))
                 shares.append(iter(dataset))
             workers.append(dataset)
-        found += [next(shares[number % num_workers]) for number in range(begin, end)]
+        batches += [next(shares[number % num_workers]) for number in range(begin, end)]
         for worker, dataset in enumerate(workers):
             with pytest.MonkeyPatch.context() as patch:
                 as_worker(patch, worker, num_workers)
@@ -151,20 +151,20 @@ def test_workers_by_turns_make_the_stream_and_resume_it(
         if not begin and not end:
             cursor = Cursor.start(blend, first).to_json()
             assert states == [state(blend, cursor, 2, 1, num_workers, worker) for worker in range(num_workers)]
-    assert same(found, wanted)
+    assert same(batches, expected_batches)
 
 
 def test_each_iteration_begins_at_the_cursor(blend: Blend) -> None:
     dataset = StreamDataset(blend, 2, cursor=Cursor.start(blend, 6))
-    wanted = expected(blend, 4, first=6)
+    expected_batches = expected(blend, 4, first=6)
     for _ in range(2):
-        assert same(islice(dataset, 3), wanted[:3])
-        assert dataset.state_dict() == state(blend, wanted[2]["cursor"], 2, 1, 0, 0)
+        assert same(islice(dataset, 3), expected_batches[:3])
+        assert dataset.state_dict() == state(blend, expected_batches[2]["cursor"], 2, 1, 0, 0)
     _ = iter(dataset)
     assert dataset.state_dict() == state(blend, Cursor.start(blend, 6).to_json(), 2, 1, 0, 0)
-    dataset.load_state_dict(wanted[2]["cursor"])
-    assert dataset.state_dict() == state(blend, wanted[2]["cursor"], 2, 1, 0, 0)
-    assert same(islice(dataset, 1), wanted[3:])
+    dataset.load_state_dict(expected_batches[2]["cursor"])
+    assert dataset.state_dict() == state(blend, expected_batches[2]["cursor"], 2, 1, 0, 0)
+    assert same(islice(dataset, 1), expected_batches[3:])
 
 
 def test_the_tensors_of_a_batch_share_one_storage(blend: Blend) -> None:
@@ -269,13 +269,13 @@ def test_damage_in_a_worker_is_raised_with_the_name_of_the_file(tmp_path: Path) 
 def test_torchdatas_loader_saves_and_resumes(blend: Blend, num_workers: int, before: int) -> None:
     needed = "needs torchdata: pip install torchdata"
     StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader", reason=needed).StatefulDataLoader
-    wanted = expected(blend, before + 5)
+    expected_batches = expected(blend, before + 5)
     whole = StatefulDataLoader(StreamDataset(blend, 2), batch_size=None, num_workers=num_workers)
-    assert same(first_batches(whole, before), wanted[:before]) == bool(before)
+    assert same(first_batches(whole, before), expected_batches[:before]) == bool(before)
     state = json.loads(json.dumps(whole.state_dict()))
     resumed = StatefulDataLoader(StreamDataset(blend, 2), batch_size=None, num_workers=num_workers)
     resumed.load_state_dict(state)
-    assert same(first_batches(resumed, 5), wanted[before:])
+    assert same(first_batches(resumed, 5), expected_batches[before:])
 
 
 def test_without_torch_the_import_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> NumberedStream:
 
 def test_it_goes_on_after_what_was_kept_under_another_geometry(stream: NumberedStream) -> None:
     dataset = StreamDataset(stream.blend, 4)
-    kept = KeptCursor(dataset)
+    cursor = KeptCursor(dataset)
     for batch in first_batches(DataLoader(dataset, batch_size=None, num_workers=2), 5)[:3]:
-        kept.keep(batch)
-    state = json.loads(json.dumps(kept.state_dict()))
+        cursor.keep(batch)
+    state = json.loads(json.dumps(cursor.state_dict()))
     halves = StreamDataset(stream.blend, 2, 1, 2)
     other = KeptCursor(halves)
     other.load_state_dict(state)
@@ -35,22 +35,22 @@ def test_it_goes_on_after_what_was_kept_under_another_geometry(stream: NumberedS
     assert stream.samples(batch) == [14, 15]
     other.keep(batch)
     assert other.state_dict()["num_samples"] == 16
-    kept.go_on()
+    cursor.go_on()
     assert stream.samples(next(iter(dataset))) == [12, 13, 14, 15]
 
 
 def test_what_is_not_the_next_micro_batch_is_refused(stream: NumberedStream) -> None:
     dataset = StreamDataset(stream.blend, 4)
-    kept, batches = KeptCursor(dataset), first_batches(dataset, 3)
-    kept.keep(batches[0])
+    cursor, batches = KeptCursor(dataset), first_batches(dataset, 3)
+    cursor.keep(batches[0])
     for batch in (batches[0], batches[2], next(iter(StreamDataset(stream.blend, 3)))):
         with pytest.raises(UserError, match=r"training was at sample 4, and this micro-batch of 4 samples ends at"):
-            kept.keep(batch)
+            cursor.keep(batch)
     plain = next(iter(StreamDataset(stream.blend, 4, format="transformers")))
     for other in (plain, [], None):
         with pytest.raises(UserError, match="a batch without its cursor"):
-            kept.keep(other)
-    assert kept.state_dict() == batches[0]["cursor"]
+            cursor.keep(other)
+    assert cursor.state_dict() == batches[0]["cursor"]
     with pytest.raises(UserError, match="dataset is of class StreamDataset"):
         KeptCursor(batches)
 
@@ -60,14 +60,14 @@ def accelerated(folder: Path, stream: NumberedStream, num: int, *, prepare: bool
     needed = "needs accelerate: pip install accelerate"
     accelerator = pytest.importorskip("accelerate", reason=needed).Accelerator(cpu=True)
     dataset = StreamDataset(stream.blend, 4)
-    kept = KeptCursor(dataset)
-    accelerator.register_for_checkpointing(kept)
+    cursor = KeptCursor(dataset)
+    accelerator.register_for_checkpointing(cursor)
     if folder.exists():
         accelerator.load_state(str(folder))
     loader: Any = DataLoader(dataset, batch_size=None, num_workers=num_workers)
     batches = first_batches(accelerator.prepare(loader) if prepare else loader, num)
     for batch in batches:
-        kept.keep(batch)
+        cursor.keep(batch)
     accelerator.save_state(str(folder))
     return [stream.samples(batch) for batch in batches]
 

@@ -36,16 +36,16 @@ def test_labels_are_the_tokens_that_count_under_their_own_place(
     found = first_batches(DataLoader(dataset, batch_size=None, num_workers=num_workers), 4)
     by_number = MapDataset(blend, 3, 4, 1, 2, options=options, format="transformers")
     masked = 0
-    for batch, numbered, wanted in zip(found, by_number, ours, strict=True):
+    for batch, numbered, expected in zip(found, by_number, ours, strict=True):
         assert batch.keys() == {"input_ids", "labels", "position_ids"}
         assert all(isinstance(batch[name], torch.Tensor) and batch[name].equal(numbered[name]) for name in batch)
-        assert batch["input_ids"].equal(wanted["tokens"])
-        assert batch["position_ids"].equal(wanted["positions"])
+        assert batch["input_ids"].equal(expected["tokens"])
+        assert batch["position_ids"].equal(expected["positions"])
         for row, label in enumerate(batch["labels"].tolist()):
             assert label[0] == -100
             for i in range(1, L):
-                counts = wanted["loss_mask"][row, i - 1] > 0
-                assert label[i] == (wanted["labels"][row, i - 1] if counts else -100)
+                counts = expected["loss_mask"][row, i - 1] > 0
+                assert label[i] == (expected["labels"][row, i - 1] if counts else -100)
                 masked += not counts
     assert bool(masked) == options.mask_eod_loss
 
@@ -77,16 +77,18 @@ def test_the_loss_is_that_of_the_models_own_and_ours(blend: Blend, options: Batc
     )
     model = transformers.LlamaForCausalLM(config).eval().double()
     [batch] = first_batches(StreamDataset(blend, 4, options=options, format="transformers"), 1)
-    [ours] = first_batches(StreamDataset(blend, 4, options=options), 1)
+    [batch_of_ids] = first_batches(StreamDataset(blend, 4, options=options), 1)
     with torch.no_grad():
-        found = model(**batch)
-        logits = model(input_ids=ours["tokens"], position_ids=ours["positions"]).logits[:, :-1]
-        labels = ours["labels"][:, :-1].flatten()
+        output = model(**batch)
+        logits = model(input_ids=batch_of_ids["tokens"], position_ids=batch_of_ids["positions"]).logits[:, :-1]
+        labels = batch_of_ids["labels"][:, :-1].flatten()
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
-        mask = ours["loss_mask"][:, :-1].flatten()
-        assert found.loss.item() == pytest.approx(((losses * mask).sum() / mask.sum()).item(), rel=1e-6)
+        mask = batch_of_ids["loss_mask"][:, :-1].flatten()
+        assert output.loss.item() == pytest.approx(((losses * mask).sum() / mask.sum()).item(), rel=1e-6)
         if options == BatchOptions():
-            plain = model(input_ids=ours["tokens"], labels=ours["tokens"])
-            assert found.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
-        renamed = model(input_ids=ours["tokens"], position_ids=ours["positions"], labels=ours["labels"])
-        assert abs(renamed.loss.item() - found.loss.item()) > 1e-3, "it is compared with the token after the next"
+            plain = model(input_ids=batch_of_ids["tokens"], labels=batch_of_ids["tokens"])
+            assert output.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+        renamed = model(
+            input_ids=batch_of_ids["tokens"], position_ids=batch_of_ids["positions"], labels=batch_of_ids["labels"]
+        )
+        assert abs(renamed.loss.item() - output.loss.item()) > 1e-3, "it is compared with the token after the next"

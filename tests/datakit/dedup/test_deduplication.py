@@ -94,7 +94,7 @@ def test_it_composes_with_splits_and_rules_that_skip(
     recipe = Recipe(tokenizer_path, split=(0.7, 0.3), skip_invalid=True, skip_empty=True, max_chars=300, dedup=True)
     ordered = [text for path in sorted([tmp_path, corpus]) for text in
                ([documents[5], "new"] if path == tmp_path else documents)]  # fmt: skip
-    kept = [text for text in ordered if text.strip() and len(text) <= 300]
+    kept_texts = [text for text in ordered if text.strip() and len(text) <= 300]
     library = Library.from_file(tokenizer_path)
     summaries = [
         preprocess(inputs, tmp_path / name, recipe, num_workers=workers, item_bytes=item_bytes)
@@ -102,7 +102,7 @@ def test_it_composes_with_splits_and_rules_that_skip(
     ]
     assert summaries[0].skipped == summaries[1].skipped
     assert summaries[0].skipped == {
-        "duplicate": len(kept) - len(set(kept)),
+        "duplicate": len(kept_texts) - len(set(kept_texts)),
         "empty": sum(not text.strip() for text in ordered),
         "invalid": 1,
         "too_long": sum(len(text) > 300 for text in ordered),
@@ -110,7 +110,7 @@ def test_it_composes_with_splits_and_rules_that_skip(
     for name in ("a", "b"):
         stores = [TokenStore.open(tmp_path / name / part) for part in ("train", "valid")]
         found = [ids_of(store) for store in stores]
-        expected = [library.encode(text).ids for text in firsts_of(kept)]
+        expected = [library.encode(text).ids for text in firsts_of(kept_texts)]
         assert [ids for ids in expected if ids in found[0]] == found[0]
         assert [ids for ids in expected if ids in found[1]] == found[1]
         assert len(found[0]) + len(found[1]) == len(expected)

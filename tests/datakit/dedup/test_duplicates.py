@@ -42,14 +42,14 @@ def documents_of(texts: Sequence[str]) -> Documents:
 def naive(items: Sequence[Sequence[str]]) -> list[list[int]]:
     """The ordinals of the duplicates of each item."""
     seen: set[str] = set()
-    found: list[list[int]] = []
+    ordinals: list[list[int]] = []
     for texts in items:
-        found.append([])
+        ordinals.append([])
         for ordinal, text in enumerate(texts):
             if text in seen:
-                found[-1].append(ordinal)
+                ordinals[-1].append(ordinal)
             seen.add(text)
-    return found
+    return ordinals
 
 
 ITEMS = st.lists(st.lists(st.sampled_from("abcdefgh") | st.text(max_size=3), max_size=25), min_size=1, max_size=8)

@@ -42,14 +42,14 @@ def test_the_hashes_are_those_of_the_texts_that_are_kept(tmp_path: Path, texts: 
     assert hashes_in(output, item) is None
     ItemHasher(output, rules, block_bytes=160).seal(item, progress.append)
     joined = ["\n\n".join(filter(None, [f"h{i}" if i % 3 else "", text])) for i, text in enumerate(texts[:99])]
-    kept = [*(text for text in joined if text.strip()), "größe"]
-    found = hashes_in(output, item)
-    assert found is not None
-    assert found.num_documents == len(kept) < 100
-    content = (tmp_path / "s" / found.key).read_bytes()
-    assert content == b"".join(xxhash.xxh3_128_digest(text.encode()) for text in kept)
-    assert found.xxh3_64 == xxhash.xxh3_64_hexdigest(content)
-    assert np.concatenate(list(found.blocks())).shape == (len(kept), 2)
+    kept_texts = [*(text for text in joined if text.strip()), "größe"]
+    hashes = hashes_in(output, item)
+    assert hashes is not None
+    assert hashes.num_documents == len(kept_texts) < 100
+    content = (tmp_path / "s" / hashes.key).read_bytes()
+    assert content == b"".join(xxhash.xxh3_128_digest(text.encode()) for text in kept_texts)
+    assert hashes.xxh3_64 == xxhash.xxh3_64_hexdigest(content)
+    assert np.concatenate(list(hashes.blocks())).shape == (len(kept_texts), 2)
     assert len(progress) > 5
     assert progress == sorted(progress, key=lambda each: each.input_bytes)
 

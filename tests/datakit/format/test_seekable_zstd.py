@@ -103,21 +103,21 @@ def test_every_field_of_the_table() -> None:
 
 def test_a_range_reads_only_its_frames() -> None:
     file = packed(bytes(1000 * FRAME))
-    wanted: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
 
     def read(start: int, stop: int) -> bytes:
-        wanted.append((start, stop))
+        requests.append((start, stop))
         return file[start:stop]
 
     reader = SeekableReader("x", len(file), read, read_bytes=1)
-    wanted.clear()
+    requests.clear()
     assert reader.read(FRAME - 1, 2 * FRAME + 1) == bytes(FRAME + 2)
-    assert len(wanted) == 3
-    assert wanted[0][0] == 0
-    assert sum(stop - start for start, stop in wanted) < len(file) / 100
-    wanted.clear()
+    assert len(requests) == 3
+    assert requests[0][0] == 0
+    assert sum(stop - start for start, stop in requests) < len(file) / 100
+    requests.clear()
     assert reader.read(5, 5) == b""
-    assert wanted == []
+    assert requests == []
     with pytest.raises(IndexError):
         reader.read(0, 1000 * FRAME + 1)
 

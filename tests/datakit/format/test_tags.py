@@ -100,15 +100,15 @@ def test_documents_are_counted_by_tag_in_a_store_and_in_merges_of_merges(
     merge([tmp_path / "b", tmp_path / "d"], tmp_path / "shared")
     merge([tmp_path / "c", tmp_path / "shared"], tmp_path / "inner")
     merged = merge([tmp_path / "a", tmp_path / "inner", tmp_path / "a"], tmp_path / "m")
-    found, code = tags_of(merged), tags_of(TokenStore.open(tmp_path / "b"))["other name", "code"]
+    merged_tags, code = tags_of(merged), tags_of(TokenStore.open(tmp_path / "b"))["other name", "code"]
     untagged = tags_of(TokenStore.open(tmp_path / "c"))[None, "web"]
     expected = {key: 2 * count for key, count in one.items()} | {("other name", "code"): 2 * code}
-    assert found == expected | {(None, "web"): expected[None, "web"] + untagged}
+    assert merged_tags == expected | {(None, "web"): expected[None, "web"] + untagged}
     counted = statistics([tmp_path / "m"])
     assert sum(tag.num_documents for tag in counted.tags) == merged.num_documents
     assert counted.tags[-1].name is None
     for tag in counted.tags:
-        assert tag.num_tokens == sum(count for (name, _), count in found.items() if name == tag.name)
+        assert tag.num_tokens == sum(count for (name, _), count in merged_tags.items() if name == tag.name)
     assert [tag.num_tokens for tag in counted.tags[:-1]] == sorted(
         (tag.num_tokens for tag in counted.tags[:-1]), reverse=True
     )

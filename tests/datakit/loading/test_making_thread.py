@@ -43,10 +43,10 @@ def test_an_error_comes_in_its_turn_and_is_not_kept(is_waited_for: bool) -> None
 
     def fail() -> None:
         large = Large()
-        kept.append(ref(large))
+        references.append(ref(large))
         raise KeyError("here")
 
-    thread, ahead, kept, after = started(), MadeAhead[Any](), list[ref[Large]](), list[int]()
+    thread, ahead, references, after = started(), MadeAhead[Any](), list[ref[Large]](), list[int]()
     for make in (lambda: 2, fail, lambda: after.append(3)):
         thread.want(ahead.make, make)
     if is_waited_for:
@@ -57,20 +57,20 @@ def test_an_error_comes_in_its_turn_and_is_not_kept(is_waited_for: bool) -> None
     thread.close()
     thread.wait()
     assert not after, "what follows a thing that failed is not made"
-    assert kept[0]() is None
+    assert references[0]() is None
 
 
 def test_what_is_over_is_not_made() -> None:
-    thread, may_go, is_begun, made = started(), threading.Event(), threading.Event(), list[int]()
+    thread, may_go, is_begun, numbers = started(), threading.Event(), threading.Event(), list[int]()
     first, second = MadeAhead[Any](), MadeAhead[Any]()
     thread.want(first.make, lambda: is_begun.set() or may_go.wait())
-    thread.want(first.make, lambda: made.append(1))
-    thread.want(second.make, lambda: made.append(2))
+    thread.want(first.make, lambda: numbers.append(1))
+    thread.want(second.make, lambda: numbers.append(2))
     assert is_begun.wait(20)
     first.is_over = True
     may_go.set()
     second.take()
-    assert made == [2]
+    assert numbers == [2]
     assert first.take(), "what was under way was made"
     thread.close()
 

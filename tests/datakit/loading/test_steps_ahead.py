@@ -47,19 +47,19 @@ def test_few_large_steps_are_made_ahead_or_many_small_ones(
 def test_the_first_step_is_given_out_with_those_after_it(
     store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, step_at = list[int](), Loader.step_at
+    firsts, step_at = list[int](), Loader.step_at
 
     def noted(self: Loader, first: int, out: Any = None) -> HostBatch:
-        made.append(first)
+        firsts.append(first)
         return step_at(self, first, out)
 
     monkeypatch.setattr(Loader, "step_at", noted)
     with Loader(remote_blend(store, tmp_path), 4, 1) as loader:
         assert loader.next_step().first_sample == 0
-        assert made[:MOST_REMOTE_STEPS_AHEAD] == [4 * step for step in range(MOST_REMOTE_STEPS_AHEAD)]
+        assert firsts[:MOST_REMOTE_STEPS_AHEAD] == [4 * step for step in range(MOST_REMOTE_STEPS_AHEAD)]
         for step in range(1, 20):
             assert loader.next_step().first_sample == 4 * step
-    assert made == [4 * step for step in range(len(made))]
+    assert firsts == [4 * step for step in range(len(firsts))]
 
 
 def test_the_first_step_is_given_out_though_one_after_it_fails(

@@ -49,7 +49,7 @@ def expected(size: int, name: bytes, block_rows: int) -> list[int]:
     count = -(-size // block_rows)
     blocks = [permuted(count, name + b"/blocks", position) for position in range(count)]
     num_blocks = max(1, min(64, count // 64))
-    found = []
+    samples = []
     for window, first in enumerate(range(0, count, num_blocks)):
         rows = [
             row
@@ -57,8 +57,8 @@ def expected(size: int, name: bytes, block_rows: int) -> list[int]:
             for row in range(size)[block * block_rows : (block + 1) * block_rows]
         ]
         window_name = name + b"/window/%d" % window
-        found += [rows[permuted(len(rows), window_name, place)] for place in range(len(rows))]
-    return found
+        samples += [rows[permuted(len(rows), window_name, place)] for place in range(len(rows))]
+    return samples
 
 
 @given(

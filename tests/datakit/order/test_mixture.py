@@ -22,13 +22,13 @@ WEIGHTS = st.lists(st.sampled_from([0.0, 0.01, 1.0, 2.5]), min_size=NUM_SOURCES,
 def segment_lists(draw: st.DrawFn) -> list[Segment]:
     """The first weights, and up to four changes of weights, skips or both."""
     starts = sorted(draw(st.lists(st.integers(1, 250), max_size=4, unique=True)))
-    found = [Segment(0, tuple(draw(WEIGHTS)))]
+    segments = [Segment(0, tuple(draw(WEIGHTS)))]
     for start in starts:
         edges = sorted(draw(st.lists(st.integers(start, start + 150), max_size=6, unique=True)))
         skip = tuple(zip(edges[::2], edges[1::2]))
         weights = tuple(draw(WEIGHTS)) if draw(st.booleans()) else None
-        found.append(Segment(start, weights, skip))
-    return found
+        segments.append(Segment(start, weights, skip))
+    return segments
 
 
 def model(segments: list[Segment], seed: int) -> list[tuple[int, int]]:
@@ -65,15 +65,15 @@ def test_any_mixture_is_what_its_segments_say(segments: list[Segment], seed: int
 
 
 def assert_as_modelled(segments: list[Segment], seed: int) -> None:
-    wanted, mixture = model(segments, seed), Mixture(segments, seed)
+    expected, mixture = model(segments, seed), Mixture(segments, seed)
     sources, numbers = mixture.locate(np.arange(END))
-    assert list(zip(sources.tolist(), numbers.tolist())) == wanted
+    assert list(zip(sources.tolist(), numbers.tolist())) == expected
     for n in (0, 1, 100, 251, END):
         counts = np.bincount(sources[:n], minlength=NUM_SOURCES)
         assert mixture.counts(n).tolist() == counts.tolist()
         assert (mixture.positions(n) >= counts).all()
     for source in range(NUM_SOURCES):
-        places = {number: sample for sample, (each, number) in enumerate(wanted) if each == source}
+        places = {number: sample for sample, (each, number) in enumerate(expected) if each == source}
         for number in range(int(mixture.positions(END)[source])):
             found = mixture.sample_of(source, number)
             assert found == places.get(number) or (number not in places and found is not None and found >= END)

@@ -39,27 +39,27 @@ WEIGHTS = st.lists(st.sampled_from([0.0, 0.4, 1.0]), min_size=3, max_size=3).fil
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
     """Three stores whose tokens are their own addresses, each with packed rows of 8 and 16 tokens."""
     folder = tmp_path_factory.mktemp("stores")
-    found = []
+    tokens = []
     for size in (401, 160, 83):
         cuts = np.cumsum(np.random.default_rng(size).integers(1, 14, size))
         documents = np.split(np.arange(size), cuts[cuts < size])
-        found.append(write_store(folder / str(size), documents, vocab_size=500, shard_documents=5))
+        tokens.append(write_store(folder / str(size), documents, vocab_size=500, shard_documents=5))
         for length in (8, 16):
-            pack(found[-1].path, packing="best_fit", seq_length=length)
-    return found
+            pack(tokens[-1].path, packing="best_fit", seq_length=length)
+    return tokens
 
 
 @st.composite
 def changes(draw: st.DrawFn, *, lengths: Sequence[int] = (3, 8, 16, 21)) -> list[Segment]:
     """Up to four changes, of lengths, weights or both, with skips; each length differs from the one before."""
-    found, last = [], L
+    rows, last = [], L
     for start in sorted(draw(st.lists(st.integers(1, 180), min_size=1, max_size=4, unique=True))):
         new = draw(st.sampled_from([None, *[length for length in lengths if length != last]]))
         weights = tuple(draw(WEIGHTS)) if draw(st.booleans()) else None
         skip = ((start + 2, start + 5),) if draw(st.booleans()) else ()
-        found.append(Segment(start, weights, skip, seq_length=new))
+        rows.append(Segment(start, weights, skip, seq_length=new))
         last = new or last
-    return found
+    return rows
 
 
 def blend(stores: Sequence[TokenStore], later: Sequence[Segment], seed: int = 3) -> Blend:
@@ -278,7 +278,7 @@ def read(folder: Path, mixture: str = LONGER, **flags: str) -> RunStream:
 
 
 @pytest.fixture
-def here(stores: list[TokenStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_folder(stores: list[TokenStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with copies of the stores, a, b and c."""
     for name, store in zip("abc", stores):
         shutil.copytree(store.path, tmp_path / name)
@@ -286,8 +286,8 @@ def here(stores: list[TokenStore], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return tmp_path
 
 
-def test_a_length_of_rows_begins_at_a_step(here: Path) -> None:
-    run, plain = read(here), read(here, "").open()
+def test_a_length_of_rows_begins_at_a_step(run_folder: Path) -> None:
+    run, plain = read(run_folder), read(run_folder, "").open()
     blend = run.open()
     assert blend.segments[1:] == (
         Segment(40, (0.0, 0.0, 2.0, 1.0, 0.0), from_step=11, seq_length=16),
@@ -296,22 +296,22 @@ def test_a_length_of_rows_begins_at_a_step(here: Path) -> None:
     assert (plain.batch(np.arange(40)).tokens == blend.batch(np.arange(40)).tokens).all()
     assert blend.batch(run.steps().samples(11)).tokens.shape == (4, 16)
     assert StreamRecord.from_json(json.loads(json.dumps(blend.record.to_json()))) == blend.record
-    doubled = read(here, **{"train.global_batch_size": "8"})
+    doubled = read(run_folder, **{"train.global_batch_size": "8"})
     later = doubled.open(Recorded(blend.record, 20, 80))  # step 11 stays sample 40, which is no step's border now
     later.check(Cursor.start(blend, 80), blend.record)
     with pytest.raises(
         UserError, match="rows have 16 tokens from sample 42 on, in the middle of the step of samples 40"
     ):
-        read(here, LONGER.replace("from_step = 11", "from_sample = 42")).open()
+        read(run_folder, LONGER.replace("from_step = 11", "from_sample = 42")).open()
     with pytest.raises(UserError, match="seq_length 8 from sample 40 on, after rows of 8 tokens"):
-        read(here, LONGER.replace("seq_length = 16", "seq_length = 8")).open()
+        read(run_folder, LONGER.replace("seq_length = 16", "seq_length = 8")).open()
 
 
-def test_a_store_that_is_gone_had_rows_of_each_length(here: Path) -> None:
-    run = read(here)
+def test_a_store_that_is_gone_had_rows_of_each_length(run_folder: Path) -> None:
+    run = read(run_folder)
     whole = run.open()
     future = whole.batch(np.arange(100, 200)).buffer.copy()
-    shutil.rmtree(here / "b")
+    shutil.rmtree(run_folder / "b")
     blend = run.open(Recorded(whole.record, 30, 120))
     assert blend.record == whole.record
     assert blend.epochs(200) == whole.epochs(200)

@@ -193,19 +193,19 @@ def test_what_is_skipped_is_counted_and_the_same_with_any_number_of_workers(
         )
     one = files_of(tmp_path / "1")
     assert files_of(tmp_path / "3") == one
-    kept = [text for text in texts if text.strip() and len(text) <= 400]
+    kept_texts = [text for text in texts if text.strip() and len(text) <= 400]
     num_empty = sum(not text.strip() for text in texts)
     expected = {
-        "empty": 2 * num_empty, "invalid": 2 * len(texts), "too_long": 2 * (len(texts) - len(kept) - num_empty),
+        "empty": 2 * num_empty, "invalid": 2 * len(texts), "too_long": 2 * (len(texts) - len(kept_texts) - num_empty),
     }  # fmt: skip
     assert summary.skipped == expected
-    assert summary.num_documents == 2 * len(kept)
+    assert summary.num_documents == 2 * len(kept_texts)
     for part in ("train", "valid"):
         store = TokenStore.open(tmp_path / "1" / part)
         assert store.manifest.skipped == expected
         assert not verify(store.path)
         for document in range(store.num_documents):
-            assert json.loads(lines[store.origin(document).line - 1])["text"] in kept
+            assert json.loads(lines[store.origin(document).line - 1])["text"] in kept_texts
     again = preprocess([str(tmp_path / "a.jsonl")], tmp_path / "1", recipe, item_bytes=9000)
     assert again.skipped == expected
     for other, fault in [

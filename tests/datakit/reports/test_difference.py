@@ -42,17 +42,17 @@ def test_the_first_difference_is_found_whatever_the_cut(
         for name, documents, vocab_size, cut in zip("lr", (left, right), vocabularies, cuts)
     ]
     windows = {"window_documents": data.draw(st.integers(1, 4)), "window_tokens": data.draw(st.integers(1, 5))}
-    found = find_difference(*stores, **windows)
-    assert (None if found is None else (found.document, found.token)) == expected(left, right)
-    if found is not None:
-        for documents, side in ((left, found.left), (right, found.right)):
-            if found.document >= len(documents):
+    difference = find_difference(*stores, **windows)
+    assert (None if difference is None else (difference.document, difference.token)) == expected(left, right)
+    if difference is not None:
+        for documents, side in ((left, difference.left), (right, difference.right)):
+            if difference.document >= len(documents):
                 assert side is None
                 continue
             assert side is not None
-            document = documents[found.document]
+            document = documents[difference.document]
             assert side.num_tokens == len(document)
-            assert side.token == (document[found.token] if found.token < len(document) else None)
+            assert side.token == (document[difference.token] if difference.token < len(document) else None)
 
 
 def test_one_token_in_any_window_is_found(tmp_path: Path) -> None:

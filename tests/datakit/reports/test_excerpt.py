@@ -113,16 +113,16 @@ def test_the_verb_prints_ids_text_and_sources(
     store: TokenStore, texts: list[str], tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("inspect", store.path, "--document", 305, "--tokenizer", tokenizer_path, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ids"] == store.document(305).tolist()
-    assert found["text"] == texts[5] + "<|endoftext|>"
-    assert found["sources"][0]["path"].endswith("b.jsonl")
-    assert found["sources"][0]["line"] == 6
+    report = json.loads(capsys.readouterr().out)
+    assert report["ids"] == store.document(305).tolist()
+    assert report["text"] == texts[5] + "<|endoftext|>"
+    assert report["sources"][0]["path"].endswith("b.jsonl")
+    assert report["sources"][0]["line"] == 6
     assert cli("inspect", store.path, "--sample", 2, "--seq-length", 50, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ids"] == store.tokens(100, 151).tolist()
-    assert found["text"] == open_tokenizer(tokenizer_path).decode(found["ids"])  # by the store's own copy
-    assert sum(source["num_tokens"] for source in found["sources"]) == 51
+    report = json.loads(capsys.readouterr().out)
+    assert report["ids"] == store.tokens(100, 151).tolist()
+    assert report["text"] == open_tokenizer(tokenizer_path).decode(report["ids"])  # by the store's own copy
+    assert sum(source["num_tokens"] for source in report["sources"]) == 51
     assert cli("inspect", store.path, "--document", 5, "--ids") == 0
     output = capsys.readouterr().out
     assert "a.jsonl, line 6, byte " in output

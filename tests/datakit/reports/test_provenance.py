@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=25).filter(lambda le
 
 def searched(blend: Blend, num_samples: int) -> list[Row]:
     """Return the rows of `blame`, by comparing every sample with every document."""
-    found = []
+    pieces = []
     for sample in range(num_samples):
         (source,), (first,) = (column.tolist() for column in blend.addresses([sample]))
         store = blend.stores[source]
@@ -27,8 +27,8 @@ def searched(blend: Blend, num_samples: int) -> list[Row]:
         for document, (begin, end) in enumerate(pairwise(np.cumsum([0, *lengths]).tolist())):
             start, stop = max(begin, first), min(end, first + blend.seq_length + 1)
             if start < stop:
-                found.append((sample, source, document, start - begin, stop - begin))
-    return found
+                pieces.append((sample, source, document, start - begin, stop - begin))
+    return pieces
 
 
 @given(
@@ -61,13 +61,13 @@ def test_blame_and_where_are_each_others_inverse(
 
     read = blame(blend, np.arange(num_samples)).rows()
     assert read == searched(blend, num_samples)
-    found = [
+    pieces = [
         row
         for source, store in enumerate(stores)
         for document in range(store.num_documents)
         for row in where(blend, source, document, num_samples).rows()
     ]
-    assert sorted(found) == read
+    assert sorted(pieces) == read
 
 
 def test_passages_are_the_tokens_of_the_batch(tmp_path: Path) -> None:

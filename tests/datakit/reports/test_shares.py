@@ -37,13 +37,13 @@ def test_repeats_of_copies_are_those_of_a_walk_over_the_samples(
     blend = Blend(list(zip(stores, weights)), seq_length=L, later=[segment], orders_copies=orders_copies)
     sources, starts = blend.addresses(np.arange(num_samples))
     rows = {source: starts[sources == source].tolist() for source in range(3)}
-    found = shares(blend, num_samples)
+    reported = shares(blend, num_samples)
     first = len(set(rows[0]))
-    assert found[0].repeated_samples == len(rows[0]) - first
-    assert found[1].repeated_samples == len(rows[1]) - (len({*rows[0], *rows[1]}) - first)
+    assert reported[0].repeated_samples == len(rows[0]) - first
+    assert reported[1].repeated_samples == len(rows[1]) - (len({*rows[0], *rows[1]}) - first)
     alone = len(rows[2]) - len(set(rows[2]))
-    assert found[2].repeated_samples == max(len(rows[2]) - 19, 0) <= alone
-    assert alone == found[2].repeated_samples or skip
+    assert reported[2].repeated_samples == max(len(rows[2]) - 19, 0) <= alone
+    assert alone == reported[2].repeated_samples or skip
 
 
 def test_rows_of_another_length_do_not_repeat_those_of_the_first(stores: list[TokenStore]) -> None:

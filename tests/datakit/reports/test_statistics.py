@@ -21,20 +21,20 @@ def test_order_statistics_and_histogram_are_exact(lengths: list[int], window: in
     counts = _LengthCounts()
     for start in range(0, len(lengths), window):
         counts.add(np.array(lengths[start : start + window], np.int64))
-    found, buckets = counts.order(), list(counts.histogram())
+    order, buckets = counts.order(), list(counts.histogram())
     assert sum(bucket.num_documents for bucket in buckets) == len(lengths)
     assert sum(bucket.num_tokens for bucket in buckets) == sum(lengths)
     for bucket in buckets:
         inside = [length for length in lengths if bucket.min_length <= length <= bucket.max_length]
         assert (bucket.num_documents, bucket.num_tokens) == (len(inside), sum(inside))
         assert bucket.max_length < 2 * max(bucket.min_length, 1)
-    if found is None:
+    if order is None:
         assert not lengths
         return
     ordered = sorted(lengths)
     ranked = [ordered[max(ceil(percent * len(ordered) / 100), 1) - 1] for percent in (0, 50, 90, 99, 100)]
-    assert [found.min, found.median, found.p90, found.p99, found.max] == ranked
-    assert found.mean == pytest.approx(sum(lengths) / len(lengths))
+    assert [order.min, order.median, order.p90, order.p99, order.max] == ranked
+    assert order.mean == pytest.approx(sum(lengths) / len(lengths))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer_
 
 
 def test_sources_are_counted(store: TokenStore) -> None:
-    found = statistics([store.path], window_documents=7)
+    counted = statistics([store.path], window_documents=7)
     tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     for number in range(store.num_documents):
@@ -56,13 +56,13 @@ def test_sources_are_counted(store: TokenStore) -> None:
         documents[path] += 1
     assert len(tokens) == 25
     order = sorted(tokens, key=lambda path: (-tokens[path], path))
-    named = [(source.path, source.num_documents, source.num_tokens) for source in found.sources]
+    named = [(source.path, source.num_documents, source.num_tokens) for source in counted.sources]
     assert named == [(path, documents[path], tokens[path]) for path in order[:20]]
-    others = found.other_sources
+    others = counted.other_sources
     assert others.num_sources == 5
     assert others.num_tokens == sum(tokens[path] for path in order[20:])
     assert others.num_documents == sum(documents[path] for path in order[20:])
-    assert found.num_empty_documents == sum(not len(store.document(i)) for i in range(store.num_documents)) > 0
+    assert counted.num_empty_documents == sum(not len(store.document(i)) for i in range(store.num_documents)) > 0
 
 
 def test_stores_are_counted_together(store: TokenStore, tmp_path: Path) -> None:

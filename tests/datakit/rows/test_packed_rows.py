@@ -25,13 +25,13 @@ def test_a_masked_document_loses_its_loss_and_no_other_does(
     segment = Segment(begin, masked=tuple((0, number) for number in sorted(masked)))
     plain, other = (Blend([(store, 1.0)], seq_length=seq_length, later=later) for later in ([], [segment]))
     samples = range(2 * int(plain.rows[0]) + 20)
-    expected, found = plain.batch(samples), other.batch(samples)
-    assert (found.tokens == expected.tokens).all()
+    expected, batch = plain.batch(samples), other.batch(samples)
+    assert (batch.tokens == expected.tokens).all()
     starts = np.cumsum([0, *lengths])
     # a token is its own address: the label says of which document it is
     owners = np.searchsorted(starts, expected.labels, side="right") - 1
     lost = np.isin(owners, sorted(masked)) & (np.arange(len(samples)) >= begin)[:, None]
-    assert (found.loss_mask == np.where(lost, 0, expected.loss_mask)).all()
+    assert (batch.loss_mask == np.where(lost, 0, expected.loss_mask)).all()
 
 
 @settings(max_examples=20)

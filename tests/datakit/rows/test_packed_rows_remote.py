@@ -141,11 +141,11 @@ def test_a_loader_reads_ahead_as_a_run_configures_it(store: TokenStore, tmp_path
 
 
 def test_an_index_that_is_damaged_or_of_another_store_is_named(store: TokenStore, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    shutil.copytree(store.path, there)
-    url = f"file://{there}"
+    copy = tmp_path / "there"
+    shutil.copytree(store.path, copy)
+    url = f"file://{copy}"
     for name in ("starts.bin", "ends.bin"):
-        file, place = there / NAME / name, str(tmp_path / name)  # in another's cache it would be sound
+        file, place = copy / NAME / name, str(tmp_path / name)  # in another's cache it would be sound
         sound = file.read_bytes()
         for content, fault in (
             (sound[:-1] + bytes([sound[-1] ^ 1]), "is damaged: its checksum does not hold"),
@@ -156,7 +156,7 @@ def test_an_index_that_is_damaged_or_of_another_store_is_named(store: TokenStore
             with pytest.raises(CheckFailed, match=f"{name} {fault}"):
                 opened(url, tmp_path, cache=place)
         file.write_bytes(sound)
-    (there / NAME / "packing.json").write_bytes(b"{}")
+    (copy / NAME / "packing.json").write_bytes(b"{}")
     with pytest.raises(CheckFailed, match="format"):
         opened(url, tmp_path)
     with pytest.raises(UserError, match=r"packed by best_fit into rows of 16 tokens, not by best_fit into rows of 8"):

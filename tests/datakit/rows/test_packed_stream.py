@@ -83,13 +83,13 @@ def test_blame_lists_what_the_batch_holds_and_where_inverts_it(
     read = blame(blend, np.arange(num_samples)).rows()
     batch = blend.batch(np.arange(num_samples))
     for sample in range(num_samples):
-        held = {*batch.tokens[sample].tolist(), *batch.labels[sample].tolist()} - {store.eod_id}
+        present = {*batch.tokens[sample].tolist(), *batch.labels[sample].tolist()} - {store.eod_id}
         said = [
             range(store.first_token(document) + start, store.first_token(document) + stop)
             for number, _, document, start, stop in read
             if number == sample
         ]
-        assert sorted(held) == sorted(token for tokens in said for token in tokens)
+        assert sorted(present) == sorted(token for tokens in said for token in tokens)
     found = [row for number in range(len(lengths)) for row in where(blend, 0, number, num_samples).rows()]
     assert sorted(found) == read
 

@@ -78,13 +78,13 @@ def test_processes_fetch_a_block_once(tmp_path: Path) -> None:
 
 
 def test_runs_of_several_threads_wait_for_each_other_and_fetch_what_is_missing(tmp_path: Path) -> None:
-    cache, made = BlockCache(tmp_path, 100 * SIZE), list[str]()
+    cache, fetched = BlockCache(tmp_path, 100 * SIZE), list[str]()
     names = list(map(str, range(20)))
 
     def fill(first: int, stop: int) -> None:
         def make(start: int, after: int) -> list[bytes]:
             found = names[first + start : first + after]
-            made.extend(found)
+            fetched.extend(found)
             time.sleep(0.01)
             return [content(name) for name in found]
 
@@ -96,7 +96,7 @@ def test_runs_of_several_threads_wait_for_each_other_and_fetch_what_is_missing(t
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(made) == sorted(set(names) - {"5"})
+    assert sorted(fetched) == sorted(set(names) - {"5"})
     assert all(get(cache, name) == content(name) for name in names)
     assert cache.bytes_added == 20 * SIZE
 
@@ -190,18 +190,18 @@ def test_a_mapped_block_outlives_its_file(tmp_path: Path) -> None:
 
 
 def test_a_block_that_was_cut_is_neither_mapped_nor_found(tmp_path: Path) -> None:
-    cache, made = BlockCache(tmp_path / "cache", 10 * SIZE), list[str]()
+    cache, fetched = BlockCache(tmp_path / "cache", 10 * SIZE), list[str]()
 
     def make(first: int, stop: int) -> list[bytes]:
-        made.extend("abc"[first:stop])
+        fetched.extend("abc"[first:stop])
         return [content(name) for name in "abc"[first:stop]]
 
     cache.fill([(name, SIZE) for name in "abc"], make)
     os.truncate(blocks(tmp_path)["b"], SIZE - 1)
     cache.fill([(name, SIZE) for name in "abc"], make)
     os.truncate(blocks(tmp_path)["c"], SIZE + 1)
-    assert cache.memory("c", SIZE, lambda: made.append("C") or content("c")).tobytes() == content("c")
-    assert made == ["a", "b", "c", "b", "C"]
+    assert cache.memory("c", SIZE, lambda: fetched.append("C") or content("c")).tobytes() == content("c")
+    assert fetched == ["a", "b", "c", "b", "C"]
     assert {name: path.read_bytes() for name, path in blocks(tmp_path).items()} == {n: content(n) for n in "abc"}
 
 

@@ -19,13 +19,13 @@ from tests.datakit.shards.test_block_cache import PROCESS, SIZE, blocks, content
 
 def used_bytes(folder: Path) -> int:
     """What the files of a folder take on the disk, and those that this process has open or mapped without a name."""
-    found = {(status.st_dev, status.st_ino): status.st_blocks * 512 for status in map(os.stat, files_of(folder))}
+    sizes = {(status.st_dev, status.st_ino): status.st_blocks * 512 for status in map(os.stat, files_of(folder))}
     for entry in Path("/proc/self/map_files").iterdir():
         with suppress(OSError):
             if os.readlink(entry).startswith(f"{folder}/"):
                 status = entry.stat()
-                found[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
+                sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -34,14 +34,14 @@ def files_of(folder: Path) -> list[Path]:
 
 def test_mapped_and_open_blocks_stay_within_the_bound(tmp_path: Path) -> None:
     caches = [BlockCache(tmp_path, 40 * SIZE) for _ in range(4)]  # as those of four processes
-    kept = []
+    blocks_kept = []
     for number in range(200):
         cache, name = caches[number % 4], str(number)
         memory = cache.mapped_block(name, SIZE, lambda name=name: content(name))
-        kept.append(memory if memory is not None else cache.get(name, SIZE, lambda name=name: content(name)))
+        blocks_kept.append(memory if memory is not None else cache.get(name, SIZE, lambda name=name: content(name)))
         if number % 10 == 9:
             assert used_bytes(tmp_path) <= 40 * SIZE
-    held = [memory for memory in kept if not isinstance(memory, ShardFile)]
+    held = [memory for memory in blocks_kept if not isinstance(memory, ShardFile)]
     assert len(held) == 4 * 4  # half of the cache, in equal parts
     assert [memory.tobytes() for memory in held] == [content(str(number)) for number in range(16)]
     assert {str(number) for number in range(16)} <= blocks(tmp_path).keys()  # so nothing is fetched again
@@ -68,18 +68,18 @@ def test_whole_files_are_held_up_to_half_and_leave_less_to_read_ahead(tmp_path: 
 
 def test_what_is_held_goes_with_who_holds_it(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, 9 * SIZE)
-    held = [cache.mapped_block(name, SIZE, lambda name=name: content(name)) for name in "abcd"]
+    mapped_blocks = [cache.mapped_block(name, SIZE, lambda name=name: content(name)) for name in "abcd"]
     assert cache.mapped_block("e", SIZE, lambda: content("e")) is None
-    held.pop()
+    mapped_blocks.pop()
     assert cache.mapped_block("e", SIZE, lambda: content("e")) is not None
-    assert [memory.tobytes() for memory in held] == [content(name) for name in "abc"]
+    assert [memory.tobytes() for memory in mapped_blocks] == [content(name) for name in "abc"]
     program = PROCESS.replace(
         'print("done")', "kept = cache.mapped_block('x', SIZE, lambda: content('x'))\nprint('done')"
     )
     for end in ("", "os.kill(os.getpid(), 9)"):
         command = [sys.executable, "-c", f"import os\n{program}\n{end}", str(Path(__file__).parents[3])]
         subprocess.run([*command, str(tmp_path), str(8 * SIZE), "1", "1"], check=False, timeout=60)
-    del held
+    del mapped_blocks
     for number in range(20):
         get(cache, str(number))
     assert len(list(tmp_path.rglob(".process-*"))) == 1
@@ -98,12 +98,12 @@ def test_more_processes_hold_less_each(tmp_path: Path) -> None:
 
 def test_a_forked_process_holds_for_itself(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, 16 * SIZE)
-    kept = cache.mapped_block("a", SIZE, lambda: content("a"))
+    block = cache.mapped_block("a", SIZE, lambda: content("a"))
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            del kept
+            del block
             same = cache.mapped_block("a", SIZE, lambda: content("a"))
             code = 0 if same is not None and same.tobytes() == content("a") else 1
         finally:
@@ -112,7 +112,7 @@ def test_a_forked_process_holds_for_itself(tmp_path: Path) -> None:
     cache.needed.clear()
     for number in range(40):
         get(cache, str(number))
-    assert kept is not None
+    assert block is not None
     assert "a" in blocks(tmp_path)
 
 

@@ -157,22 +157,22 @@ def test_faults_of_a_server_do_not_change_the_stream(
 
 @pytest.mark.parametrize("kind", ["store", "archive"])
 def test_lasting_damage_is_named(store: TokenStore, tmp_path: Path, opened: Opener, kind: str) -> None:
-    there = tmp_path / "there"
-    put(store, kind, f"file://{there}")
-    damaged = there / ("shard-000000-000.bin" + (".zst" if kind == "archive" else ""))
+    copy = tmp_path / "there"
+    put(store, kind, f"file://{copy}")
+    damaged = copy / ("shard-000000-000.bin" + (".zst" if kind == "archive" else ""))
     content = bytearray(damaged.read_bytes())
     content[1000] ^= 4
     damaged.write_bytes(content)
-    remote = opened(f"file://{there}")
+    remote = opened(f"file://{copy}")
     with pytest.raises(CheckFailed, match=r"shard-000000-000\.bin.*(document 2|frame \d+)") as caught:
         remote.tokens(0, 2000)
     assert caught.value.hint
     damaged.write_bytes(content[:-5])
     with pytest.raises(CheckFailed, match=r"shard-000000-000\.bin.* bytes"):
-        opened(f"file://{there}").tokens(0, 2000)
+        opened(f"file://{copy}").tokens(0, 2000)
     damaged.unlink()
     with pytest.raises(CheckFailed, match=r"shard-000000-000\.bin.* is missing"):
-        opened(f"file://{there}").tokens(0, 2000)
+        opened(f"file://{copy}").tokens(0, 2000)
 
 
 @pytest.mark.parametrize("suffix", ["origin", "idx"])

@@ -50,17 +50,17 @@ def test_ranges_are_in_mapped_blocks_if_these_are_read_enough(remote: CachedShar
 @given(data=st.data())
 def test_the_stretch_of_a_row_has_all_its_blocks(remote: CachedShards, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([300, 1000, 5000]))
-    found, itemsize = remote.in_stretches_of(size), remote.itemsize
+    shards, itemsize = remote.in_stretches_of(size), remote.itemsize
     shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
     first, end = remote.token_starts[shard : shard + 2]
     start = data.draw(st.integers(first, end - 1))
     stop = data.draw(st.integers(start + 1, min(end, start // size * size + size + 1)))
     begin, after = ((np.array([token]) - first) * itemsize for token in (start, stop))
-    assert found.stretches(shard, begin) == [start // size]
-    blocks = [block.number for block in found.blocks_of_stretch(shard, start // size)]
-    assert set(found.blocks(shard, begin, after)) <= set(blocks)
+    assert shards.stretches(shard, begin) == [start // size]
+    blocks = [block.number for block in shards.blocks_of_stretch(shard, start // size)]
+    assert set(shards.blocks(shard, begin, after)) <= set(blocks)
     assert blocks == list(range(blocks[0], blocks[-1] + 1))
-    edges = found._tokens.get(shard, found._open_tokens).edges // itemsize + first
+    edges = shards._tokens.get(shard, shards._open_tokens).edges // itemsize + first
     assert edges[blocks[0] + 1] > start // size * size  # none of them is before the stretch or behind it
     assert edges[blocks[-1]] <= start // size * size + size
 
@@ -68,16 +68,16 @@ def test_the_stretch_of_a_row_has_all_its_blocks(remote: CachedShards, data: st.
 @pytest.mark.parametrize("stretch_tokens", [300, 1000, 5000])
 def test_blocks_end_where_stretches_do(store: TokenStore, remote: CachedShards, stretch_tokens: int) -> None:
     """A stretch is fetched with no more than the documents at its ends, whose checksums are of the whole of them."""
-    found = remote.in_stretches_of(stretch_tokens)
-    assert TokenStore(found).tokens(0, store.num_tokens).tolist() == store.tokens(0, store.num_tokens).tolist()
+    shards = remote.in_stretches_of(stretch_tokens)
+    assert TokenStore(shards).tokens(0, store.num_tokens).tolist() == store.tokens(0, store.num_tokens).tolist()
     for number, shard in enumerate(map(store.shard, range(len(store.manifest.shards)))):
-        edges = found._tokens.get(number, found._open_tokens).edges
+        edges = shards._tokens.get(number, shards._open_tokens).edges
         starts, lengths = shard.index.pointers, shard.index.lengths.astype(np.int64)
         assert np.isin(edges[:-1], starts).all()
         first, end = store.token_starts[number : number + 2]
         for begin in range(-(-first // stretch_tokens) * stretch_tokens, end, stretch_tokens):
             start, stop = 2 * (begin - first), 2 * (min(begin + stretch_tokens + 1, end) - first)
-            blocks = found.blocks(number, np.array([start]), np.array([stop]))
+            blocks = shards.blocks(number, np.array([start]), np.array([stop]))
             inside = (starts < stop) & (starts + 2 * lengths > start)
             assert sum(edges[block + 1] - edges[block] for block in blocks) == 2 * lengths[inside].sum()
         assert np.diff(edges).max() <= 1.5 * BLOCK_BYTES + 2 * lengths.max()

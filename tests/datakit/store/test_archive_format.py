@@ -40,13 +40,13 @@ def frames_of(file: bytes) -> bytes:
     assert (flags, magic) == (0x80, 0x8F92EAB1)
     table = len(file) - 9 - 12 * num_frames - 8
     assert struct.unpack_from("<II", file, table) == (0x184D2A5E, 12 * num_frames + 9)
-    found, at = b"", 0
+    content, at = b"", 0
     for packed_bytes, size_bytes, check in np.frombuffer(file[table + 8 : -9], "<u4").reshape(-1, 3).tolist():
         frame = zstandard.ZstdDecompressor().decompress(file[at : at + packed_bytes])
         parameters = zstandard.get_frame_parameters(file[at : at + packed_bytes])
         assert (parameters.content_size, parameters.has_checksum, parameters.dict_id) == (size_bytes, True, 0)
         assert (len(frame), xxhash.xxh64_intdigest(frame) & 0xFFFFFFFF) == (size_bytes, check)
         assert size_bytes == FRAME_BYTES or at + packed_bytes == table
-        found, at = found + frame, at + packed_bytes
+        content, at = content + frame, at + packed_bytes
     assert at == table
-    return found
+    return content

@@ -40,17 +40,17 @@ def contents(place: str) -> dict[str, bytes]:
 
 def test_an_archive_is_the_stores_files_compressed_and_its_manifest(store: Path, tmp_path: Path) -> None:
     summary = archive(store, str(tmp_path / "a"))
-    found, sound = files_of(tmp_path / "a"), files_of(store)
-    assert found.pop("manifest.json") == sound.pop("manifest.json")
-    record = json.loads(found.pop("archive.json"))
+    archived_files, sound = files_of(tmp_path / "a"), files_of(store)
+    assert archived_files.pop("manifest.json") == sound.pop("manifest.json")
+    record = json.loads(archived_files.pop("archive.json"))
     assert record["frame_bytes"] == FRAME_BYTES
-    assert found.keys() == {f"{name}.zst" for name in sound}
+    assert archived_files.keys() == {f"{name}.zst" for name in sound}
     for name, content in sound.items():
-        stream = zstandard.ZstdDecompressor().stream_reader(found[f"{name}.zst"], read_across_frames=True)
+        stream = zstandard.ZstdDecompressor().stream_reader(archived_files[f"{name}.zst"], read_across_frames=True)
         assert stream.read() == content
     assert (summary.num_files, summary.num_kept) == (9, 0)
     assert summary.size_bytes == sum(map(len, sound.values()))
-    assert summary.packed_bytes == sum(map(len, found.values()))
+    assert summary.packed_bytes == sum(map(len, archived_files.values()))
 
 
 @given(
@@ -65,14 +65,14 @@ def test_any_store_comes_back_byte_for_byte(
     folder = tmp_path / uuid.uuid4().hex
     rng = np.random.default_rng(sum(lengths))
     documents = [rng.integers(0, vocab_size, length) for length in lengths]
-    made = write_store(folder / "s", documents, vocab_size=vocab_size, shard_documents=shard_documents)
-    archive(made.path, str(folder / "a"), num_workers=num_workers)
+    store = write_store(folder / "s", documents, vocab_size=vocab_size, shard_documents=shard_documents)
+    archive(store.path, str(folder / "a"), num_workers=num_workers)
     assert not verify(folder / "a")
     unarchive(str(folder / "a"), folder / "u", num_workers=num_workers)
-    assert files_of(folder / "u") == files_of(made.path)
+    assert files_of(folder / "u") == files_of(store.path)
     source = StoreSource.open(str(folder / "a"))
     for file in source.files:
-        sound = (made.path / file.name).read_bytes()
+        sound = (store.path / file.name).read_bytes()
         start, stop = sorted(rng.integers(0, len(sound) + 1, 2).tolist())
         assert source.open_packed(file).read(start, stop) == sound[start:stop]
 

@@ -36,14 +36,14 @@ def claimed(output: Path, made_of: dict[str, Any] | None = None) -> AbstractCont
 
 
 def assemble(sources: Path, output: Path, *, copy: bool, steps: int = 99) -> None:
-    with claimed(output, {"of": NAMES}) as held:
+    with claimed(output, {"of": NAMES}) as claim_held:
         for step, name in enumerate(NAMES):
             if step == steps:
                 raise Killed
-            held.place_file(sources / name, name, digest_file(sources / name), copy=copy)
+            claim_held.place_file(sources / name, name, digest_file(sources / name), copy=copy)
         if steps == len(NAMES):
             raise Killed
-        held.commit({})
+        claim_held.commit({})
 
 
 @pytest.mark.parametrize("copy", [False, True])

@@ -17,12 +17,12 @@ def test_results_come_in_the_files_order(num_workers: int) -> None:
 
 
 def test_a_fault_ends_the_others_between_two_blocks_and_is_the_one_that_is_raised() -> None:
-    threads, begun, given = FileThreads(2), threading.Event(), 0
+    threads, begun, num_given = FileThreads(2), threading.Event(), 0
 
     def endless() -> Iterator[bytes]:
-        nonlocal given
+        nonlocal num_given
         while True:
-            given += 1
+            num_given += 1
             begun.set()
             yield b"block"
 
@@ -35,7 +35,7 @@ def test_a_fault_ends_the_others_between_two_blocks_and_is_the_one_that_is_raise
 
     with pytest.raises(CheckError, match="faulty"):
         threads.map(work, ["endless", "faulty", "never begun"], print)
-    assert given > 0
+    assert num_given > 0
 
 
 class CheckError(Exception):

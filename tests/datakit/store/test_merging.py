@@ -32,37 +32,37 @@ def stores(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer
     return [folder / "a", folder / "b"]
 
 
-def assert_merged(found: TokenStore, paths: Sequence[Path]) -> None:
+def assert_merged(store: TokenStore, paths: Sequence[Path]) -> None:
     parts = [TokenStore.open(path) for path in paths]
-    assert not verify(found.path)
-    assert found.num_documents == sum(part.num_documents for part in parts)
+    assert not verify(store.path)
+    assert store.num_documents == sum(part.num_documents for part in parts)
     expected = np.concatenate([part.tokens(0, part.num_tokens) for part in parts])
-    assert np.array_equal(found.tokens(0, found.num_tokens), expected)
-    numbers = iter(range(found.num_documents))
+    assert np.array_equal(store.tokens(0, store.num_tokens), expected)
+    numbers = iter(range(store.num_documents))
     for part in parts:
         for number in range(part.num_documents):
             merged = next(numbers)
-            assert np.array_equal(found.document(merged), part.document(number))
-            assert found.origin(merged) == part.origin(number)
-    names = [shard.name for shard in found.manifest.shards]
+            assert np.array_equal(store.document(merged), part.document(number))
+            assert store.origin(merged) == part.origin(number)
+    names = [shard.name for shard in store.manifest.shards]
     assert names == sorted(set(names))
-    assert {path.name.split(".")[0] for path in found.path.iterdir()} == {
+    assert {path.name.split(".")[0] for path in store.path.iterdir()} == {
         *names,
         "manifest",
-        *(["tokenizer"] if found.manifest.tokenizer_files else []),
+        *(["tokenizer"] if store.manifest.tokenizer_files else []),
     }
 
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_merge_holds_all_documents_in_order(stores: list[Path], tmp_path: Path, copy: bool) -> None:
     order = [stores[1], stores[0], stores[1]]
-    found = merge(order, tmp_path / "m", copy=copy)
-    assert len(found.manifest.shards) > 3
-    assert max(shard.first_line for shard in found.manifest.shards) > 0
-    assert_merged(found, order)
+    merged = merge(order, tmp_path / "m", copy=copy)
+    assert len(merged.manifest.shards) > 3
+    assert max(shard.first_line for shard in merged.manifest.shards) > 0
+    assert_merged(merged, order)
     first = TokenStore.open(stores[1]).manifest.shards[0].name
-    assert os.path.samefile(found.path / "shard-000000-000.bin", stores[1] / f"{first}.bin") != copy
-    assert_merged(merge([found.path, stores[0]], tmp_path / "mm"), [*order, stores[0]])
+    assert os.path.samefile(merged.path / "shard-000000-000.bin", stores[1] / f"{first}.bin") != copy
+    assert_merged(merge([merged.path, stores[0]], tmp_path / "mm"), [*order, stores[0]])
 
 
 def test_empty_stores_and_shards_are_merged(tmp_path: Path) -> None:
@@ -182,15 +182,15 @@ def test_a_merge_to_s3_killed_in_an_upload_is_continued(
         merge(stores[::-1], s3_url)
     with pytest.raises(UserError, match="is not a token store or archive"):
         unarchive(s3_url, tmp_path / "u")
-    found = merge(stores, s3_url)
+    merged = merge(stores, s3_url)
     local = merge(stores, tmp_path / "m")
-    assert (found.place, found.fingerprint) == (s3_url, local.fingerprint)
+    assert (merged.place, merged.fingerprint) == (s3_url, local.fingerprint)
     assert objects_of(s3_url) == files_of(local.path)
     assert not verify(s3_url)
     assert not abort_stale_uploads(open_storage(s3_url), older_than_s=-60.0)
     assert not list(tmp_path.glob("datakit-*"))
     with pytest.raises(UserError, match="is not a local folder"):
-        found.document(0)
+        merged.document(0)
     assert merge(stores, s3_url).fingerprint == local.fingerprint
     with pytest.raises(UserError, match="is not empty: it holds manifest"):
         merge(stores[:1], s3_url)

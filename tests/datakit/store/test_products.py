@@ -217,7 +217,7 @@ def facts(blend: Blend) -> dict[str, str]:
         parts += all_of(blend.batch(np.arange(first, stop), BatchOptions(reset_positions=True, mask_eod_loss=True)))
     passages, samples = blame(blend, np.arange(600)), np.arange(600)
     origins = np.array([[origin.line, origin.offset_bytes] for origin in passages.origins(blend)], np.int64)
-    found = [
+    reported = [
         np.array(where(blend, source, k, 600).rows(), np.int64)
         for source in range(len(blend.stores))
         for k in (1, 7, 40)
@@ -233,7 +233,7 @@ def facts(blend: Blend) -> dict[str, str]:
         "order": digest(*blend.addresses(samples)),
         "blame": digest(np.array(passages.rows(), np.int64)),
         "origins": digest(origins),
-        "where": digest(*found),
+        "where": digest(*reported),
         "record": hashlib.md5(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12],
         "steps": digest(*steps),
         "cursor": cursor,
@@ -273,14 +273,14 @@ def test_older_class_methods_open_the_same(folder: Path, opened: Callable[..., T
     place: dict[str, Any] = {"cache": str(tmp_path / "cache"), "cache_mib": 64}
     rows: dict[str, Any] = {"packing": "best_fit", "seq_length": L}
     url = f"file://{folder}/a"
-    found = [
+    passages = [
         RemoteStore.at(url, **place), PackedStore.of(folder / "a", **rows),
         PackedStore.of(folder / "a", **rows, index=folder / "a" / f"packing-best_fit-{L}", reading="pread"),
         PackedRemoteStore.packed_at(url, **rows, **place),
     ]  # fmt: skip
     expected = [opened("a", "cached", "concat"), *[opened("a", "mapped", "best_fit")] * 3]
-    assert [store.fingerprint for store in found] == [store.fingerprint for store in expected]
-    assert [store.is_mapped for store in found] == [False, True, False, False]
+    assert [store.fingerprint for store in passages] == [store.fingerprint for store in expected]
+    assert [store.is_mapped for store in passages] == [False, True, False, False]
 
 
 def test_pickles_of_the_release_before_are_read(folder: Path, tmp_path: Path) -> None:

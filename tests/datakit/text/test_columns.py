@@ -138,9 +138,9 @@ def test_a_run_over_columns_that_was_killed_continues_to_the_same_bytes(
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.02, 0.5, 0.9, 0.999])
-def test_a_truncated_file_is_refused(table: Path, kept: float) -> None:
-    size_bytes = int(table.stat().st_size * kept)
+@pytest.mark.parametrize("kept_share", [0.0, 0.02, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused(table: Path, kept_share: float) -> None:
+    size_bytes = int(table.stat().st_size * kept_share)
     os.truncate(table, size_bytes)
     with pytest.raises(UserError, match=f"{re.escape(str(table))} is truncated or damaged") as caught:
         list(read_columns(whole(table), ["body"]))

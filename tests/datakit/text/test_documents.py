@@ -209,12 +209,12 @@ def test_the_byte_of_invalid_utf8_is_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("kept", [0.1, 0.5, 0.99])
-def test_truncated_compressed_files_are_refused(tmp_path: Path, suffix: str, kept: float) -> None:
+@pytest.mark.parametrize("kept_share", [0.1, 0.5, 0.99])
+def test_truncated_compressed_files_are_refused(tmp_path: Path, suffix: str, kept_share: float) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
     lines = "".join(json.dumps({"text": f"{i * 7919 % 1000}"}) + "\n" for i in range(5000))
     packed = pack(lines.encode(), suffix, 2)
-    path.write_bytes(packed[: int(len(packed) * kept)])
+    path.write_bytes(packed[: int(len(packed) * kept_share)])
     for skip_invalid in (False, True):  # no rule goes on past a loss of unknown size
         with pytest.raises(UserError, match=r"a\.jsonl.* is (truncated|damaged)"):
             read(path, skip_invalid=skip_invalid)

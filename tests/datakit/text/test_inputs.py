@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    ("arguments", "names"),
     [
         (["."], ["a.txt", "b.jsonl", "sub/c.jsonl.gz", "sub/d.txt.zst"]),
         (["sub", "b.jsonl", "./b.jsonl"], ["b.jsonl", "sub/c.jsonl.gz", "sub/d.txt.zst"]),
@@ -35,8 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["s*"], ["sub/c.jsonl.gz", "sub/d.txt.zst"]),
     ],
 )
-def test_names_are_found_sorted_and_once(folder: Path, arguments: list[str], found: list[str]) -> None:
-    assert [file.path for file in find_inputs(arguments)] == found
+def test_names_are_found_sorted_and_once(folder: Path, arguments: list[str], names: list[str]) -> None:
+    assert [file.path for file in find_inputs(arguments)] == names
 
 
 def test_formats_come_from_names(folder: Path) -> None:

@@ -31,8 +31,8 @@ def test_documents_come_out_as_they_went_in(
 
 
 @given(DOCUMENTS, st.sets(st.integers(0, 12)))
-def test_documents_that_hold_an_id_are_found(documents: list[list[int]], wanted: set[int]) -> None:
-    table = np.zeros(max(wanted, default=0) + 2, np.bool_)  # the last is for all ids beyond
-    table[list(wanted)] = True
+def test_documents_that_hold_an_id_are_found(documents: list[list[int]], ids_sought: set[int]) -> None:
+    table = np.zeros(max(ids_sought, default=0) + 2, np.bool_)  # the last is for all ids beyond
+    table[list(ids_sought)] = True
     found = encoded_of(documents).holding(table)
-    assert found.tolist() == [number for number, ids in enumerate(documents) if wanted.intersection(ids)]
+    assert found.tolist() == [number for number, ids in enumerate(documents) if ids_sought.intersection(ids)]

@@ -27,7 +27,7 @@ HOSTILE = st.lists(PIECES | st.characters(exclude_categories=["Cs"]), max_size=2
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The file of a family, by its name."""
     folder = tmp_path_factory.mktemp("families")
 
@@ -45,8 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module", params=["llama2.json", "mistral.json", "gemma.json", "llama3.json", "llama2.model"])
-def opened(request: pytest.FixtureRequest, made: Callable[[str], Path]) -> Opened:
-    path = made(request.param)
+def opened(request: pytest.FixtureRequest, make_folder: Callable[[str], Path]) -> Opened:
+    path = make_folder(request.param)
     reference = open_tokenizer(path)
     choice = choose_backend("auto", str(path), reference, ["the store"])
     assert choice.backend == "gigatoken", choice.reason
@@ -69,9 +69,9 @@ def test_only_what_may_differ_goes_to_the_reference(opened: Opened) -> None:
 
 
 def test_what_a_post_processor_adds_stands_around_each_document(
-    made: Callable[[str], Path], tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
+    make_folder: Callable[[str], Path], tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, texts = made("llama2.json"), ["the store", "", "new \u0378", "x </s> y"]
+    path, texts = make_folder("llama2.json"), ["the store", "", "new \u0378", "x </s> y"]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     flags = ["--tokenizer", path, "--append-eod", "--eod-token", "</s>"]
     assert cli("preprocess", source, "--output", tmp_path / "s", *flags) == 0

@@ -42,13 +42,13 @@ def write(path: Path, raw: dict[str, Any]) -> Path:
 def test_ids_are_ranks_behind_the_special_tokens(tmp_path: Path, raw: dict[str, Any], texts: list[str]) -> None:
     path = write(tmp_path / "tekken.json", raw)
     tokenizer = open_tokenizer(path)
-    kept = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in raw["vocab"][:-NUM_LEFT_OUT]}
-    library = tiktoken.Encoding("ranks", pat_str=TEKKEN_PATTERN, mergeable_ranks=kept, special_tokens={})
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in raw["vocab"][:-NUM_LEFT_OUT]}
+    library = tiktoken.Encoding("ranks", pat_str=TEKKEN_PATTERN, mergeable_ranks=ranks, special_tokens={})
     texts = [*PROBE, *texts, "a<s> [INST]b</s>"]
     expected = [[NUM_SPECIAL + rank for rank in library.encode(text, disallowed_special=())] for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
-    assert (tokenizer.kind, tokenizer.vocab_size) == ("tiktoken", len(kept) + NUM_SPECIAL)
+    assert (tokenizer.kind, tokenizer.vocab_size) == ("tiktoken", len(ranks) + NUM_SPECIAL)
     names = [tokenizer.token_id(name) for name in ("<unk>", "<s>", "</s>", "[TOOL_CONTENT]", "<SPECIAL_20>")]
     assert names == [0, 1, 2, 19, 20]
     assert tokenizer.decode([1, 2]) == "<s></s>"

@@ -43,15 +43,15 @@ def corpus(folder: Path, size: int = 5) -> Path:
 def test_a_sample_is_of_all_inputs_and_of_all_their_parts(tmp_path: Path) -> None:
     files = find_inputs([str(corpus(tmp_path / "corpus"))])
     texts = TrainingTexts(files, DocumentRules(), max_bytes=7 * 600)
-    found = list(texts)
-    assert len(found) == 600 == texts.num_documents
+    chosen = list(texts)
+    assert len(chosen) == 600 == texts.num_documents
     assert texts.text_bytes == 7 * 600
     for name in ("a", "b", "c"):
-        numbers = [int(text[2:]) for text in found if text[0] == name]
+        numbers = [int(text[2:]) for text in chosen if text[0] == name]
         assert 140 < len(numbers) < 260
         assert min(numbers) < 400
         assert max(numbers) > 3600  # not the first bytes of each
-    assert list(TrainingTexts(files, DocumentRules(), max_bytes=7 * 600)) == found
+    assert list(TrainingTexts(files, DocumentRules(), max_bytes=7 * 600)) == chosen
 
 
 def test_of_large_inputs_parts_are_read(tmp_path: Path) -> None:

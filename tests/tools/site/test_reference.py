@@ -30,7 +30,7 @@ def test_a_page_has_every_public_name_of_its_door(door: str) -> None:
 
 def class_names(door: str) -> set[str]:
     """The public names of a door that are classes in the module that defines them."""
-    found = set()
+    names = set()
     for name, module in public_names(door).items():
         stem = ROOT / module.replace(".", "/")
         source = next(file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file()).read_text()
@@ -40,8 +40,8 @@ def class_names(door: str) -> set[str]:
         }
         if again.get(name):
             tree = ast.parse((ROOT / f"{again[name].replace('.', '/')}.py").read_text())
-        found |= {name for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name}
-    return found
+        names |= {name for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name}
+    return names
 
 
 @pytest.mark.parametrize("door", [*DOORS, *NAMED])

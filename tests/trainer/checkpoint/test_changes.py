@@ -61,13 +61,13 @@ def test_each_setting_is_reported_unless_it_keeps_bits(leaf: Leaf) -> None:
     before = settled(resolve(Config(), 1))
     now = with_value(before, leaf.name, flipped(leaf, value_of(before, leaf.name)))
 
-    found = changed_settings(before, now)
+    changed = changed_settings(before, now)
     table, _, name = leaf.name.rpartition(".")
     if table in WHOLE or name in KEEPS.get(table, set()):
-        assert (leaf.option.keeps_bits, found) == (True, [])
+        assert (leaf.option.keeps_bits, changed) == (True, [])
     else:
-        assert len(found) == 1
-        assert found[0].startswith(f"{leaf.name} ")
+        assert len(changed) == 1
+        assert changed[0].startswith(f"{leaf.name} ")
 
 
 def train(config: Path, folder: Path, *flags: object) -> int:
@@ -92,18 +92,20 @@ def test_a_run_that_is_made_longer_keeps_its_schedule_unless_asked(
     assert train(job_config, tmp_path, "--train-steps", 4) == 0
     capsys.readouterr()
     assert train(job_config, tmp_path, "--train-steps", 6) == 0
-    said = capsys.readouterr().err
-    assert "not bit for bit" not in said
-    assert "the run ends at step 6 now, and min_lr is still reached at step 4: --optim.decay-steps 6 moves that" in said
+    printed = capsys.readouterr().err
+    assert "not bit for bit" not in printed
+    assert (
+        "the run ends at step 6 now, and min_lr is still reached at step 4: --optim.decay-steps 6 moves that" in printed
+    )
     rates = curve(tmp_path / "m.jsonl", "lr")
     assert rates[4] > rates[5] == rates[6] == 3e-5
     root = json.loads((tmp_path / "run" / "step-000000006" / "root.json").read_text())
     assert root["metadata"]["config"]["optim"]["decay_steps"] == 4
 
     assert train(job_config, tmp_path, "--train-steps", 8, "--optim.decay-steps", 8) == 0
-    said = capsys.readouterr().err
-    assert "not bit for bit as it was: optim.decay_steps 4 -> 8" in said
-    assert "learning rate of step 7: 3e-05 -> 0.0007578" in said
+    printed = capsys.readouterr().err
+    assert "not bit for bit as it was: optim.decay_steps 4 -> 8" in printed
+    assert "learning rate of step 7: 3e-05 -> 0.0007578" in printed
     assert curve(tmp_path / "m.jsonl", "lr")[7] > 7e-4
 
 
@@ -190,14 +192,14 @@ def test_copies_that_an_older_run_validates_on_keep_their_order(
         capsys.readouterr()
         saves = ("--save", run, "--metrics", tmp_path / "m.jsonl", "--train.eval-interval", 1)
         assert call("train", *older_run, *saves, "--train-steps", steps) == 0
-        said = capsys.readouterr().err
-        assert line in said
-        assert "not bit for bit" not in said
+        printed = capsys.readouterr().err
+        assert line in printed
+        assert "not bit for bit" not in printed
         assert lines(tmp_path / "m.jsonl", "eval")[-1]["loss"] == losses_of(capsys, run)
     assert call("train", *older_run, *saves, "--train-steps", 5, "--data.valid.orders-copies", "true") == 0
-    said = capsys.readouterr().err
-    assert "not bit for bit as it was: data.valid.orders_copies False -> True" in said
-    assert line not in said
+    printed = capsys.readouterr().err
+    assert "not bit for bit as it was: data.valid.orders_copies False -> True" in printed
+    assert line not in printed
 
 
 @pytest.mark.parametrize(

@@ -28,23 +28,23 @@ def test_the_losses_stay(
     assert call("train", job_config, *MODEL, *steps, "--save", tmp_path / "whole", "--metrics", metrics) == 0
     whole, run = curve(metrics), tmp_path / "run"
     for number, layout in enumerate(LEGS):
-        found = axes(layout)
-        flags = [word for axis, size in found.items() if axis != "dp" for word in (f"--{axis}", size)]
+        sizes = axes(layout)
+        flags = [word for axis, size in sizes.items() if axis != "dp" for word in (f"--{axis}", size)]
         if by_reshard and number:
             next_run = tmp_path / f"run-{number}"
-            cut = [str(word) for axis, size in found.items() for word in (f"--{axis}", size)]
+            cut = [str(word) for axis, size in sizes.items() for word in (f"--{axis}", size)]
             assert ckptkit(["reshard", str(run), str(next_run), *cut]) == 0
             assert ckptkit(["diff", str(run), str(next_run)]) == 0
             assert "equal to what was saved" in capsys.readouterr().out
             run = next_run
         metrics, last = tmp_path / f"{number}.jsonl", 2 * number + 2
-        num_ranks = found["tp"] * found["dp"] * found["pp"]
+        num_ranks = sizes["tp"] * sizes["dp"] * sizes["pp"]
         Job(
-            num_ranks, job_config, *MODEL, *flags, "--parallel.zero-stage", int(found["dp"] > 1), "--train-steps", last,
+            num_ranks, job_config, *MODEL, *flags, "--parallel.zero-stage", int(sizes["dp"] > 1), "--train-steps", last,
             "--save", run, metrics=metrics,
         ).run()  # fmt: skip
         root = read_root(open_storage(run), last)
-        assert axes(str(root.layout)) == found
+        assert axes(str(root.layout)) == sizes
         losses = curve(metrics)
         assert list(losses) == [last - 1, last]
         for step, loss in losses.items():

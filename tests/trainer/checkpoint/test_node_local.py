@@ -62,10 +62,10 @@ def test_a_step_of_another_cut_into_stages_does_not_count(
     assert NodeLocalSteps(OneRank(2), config, tiers).steps == ({3: "a"} if counts else {})  # type: ignore[arg-type]
 
 
-@given(held=st.lists(st.dictionaries(st.integers(0, 5), st.sampled_from("ab")), min_size=1, max_size=4))
-def test_nodes_agree_on_what_all_hold_of_one_attempt(held: list[dict[int, str]]) -> None:
-    agreed = agreed_steps(held)
+@given(held_steps=st.lists(st.dictionaries(st.integers(0, 5), st.sampled_from("ab")), min_size=1, max_size=4))
+def test_nodes_agree_on_what_all_hold_of_one_attempt(held_steps: list[dict[int, str]]) -> None:
+    agreed = agreed_steps(held_steps)
     assert list(agreed) == sorted(agreed, reverse=True)
     for step in range(6):
-        attempts = {steps.get(step) for steps in held}
+        attempts = {steps.get(step) for steps in held_steps}
         assert agreed.get(step) == (attempts.pop() if len(attempts) == 1 else None)

@@ -42,13 +42,13 @@ def test_a_run_that_is_loaded_from_itself_begins_and_goes_on(tmp_path: Path, job
 
 def test_a_root_records_losses_lr_tokens_and_cursor(whole: Path) -> None:
     steps = {line["step"]: line for line in lines(whole / "m.jsonl")}
-    found = {step: metadata(whole / "run", step) for step in (2, 4, 6)}
-    for step, recorded in found.items():
+    saved = {step: metadata(whole / "run", step) for step in (2, 4, 6)}
+    for step, recorded in saved.items():
         for key in ("loss", "lr", "tokens"):
             assert recorded[key] == steps[step][key]
         assert recorded["config"]["optim"]["decay_steps"] == 9
-    assert len({recorded["cursor_digest"] for recorded in found.values()}) == 3
-    assert all(len(recorded["cursor_digest"]) == 16 for recorded in found.values())
+    assert len({recorded["cursor_digest"] for recorded in saved.values()}) == 3
+    assert all(len(recorded["cursor_digest"]) == 16 for recorded in saved.values())
 
 
 def test_a_validation_loss_is_recorded_by_the_first_save_after_it(whole: Path) -> None:

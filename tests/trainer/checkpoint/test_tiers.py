@@ -162,8 +162,8 @@ def test_a_node_that_lost_its_disk_resumes_from_its_replica_bit_for_bit(
     shutil.rmtree(nodes.own(1))
     for place in (nodes.own(0), nodes.replica(0), nodes.replica(1), slow):
         shutil.rmtree(place / "step-000000008")
-    said = nodes.run(8, tmp_path / "b.jsonl")
-    assert f"resumed from step 4 of {nodes.folder}/nvme/{{node}}" in said
+    printed = nodes.run(8, tmp_path / "b.jsonl")
+    assert f"resumed from step 4 of {nodes.folder}/nvme/{{node}}" in printed
     expected = curve(tmp_path / "a.jsonl")
     assert curve(tmp_path / "b.jsonl") == {step: expected[step] for step in (5, 6, 7, 8)}
     assert hash_of(slow, 8) == whole
@@ -172,9 +172,9 @@ def test_a_node_that_lost_its_disk_resumes_from_its_replica_bit_for_bit(
     shutil.rmtree(nodes.replica(1) / "step-000000008")  # and of node 1's own step 8 nothing else is left
     data = next((nodes.own(1) / "step-000000008").glob("*/part-00001.safetensors"))
     data.write_bytes(data.read_bytes()[:-1])
-    said = nodes.run(12, tmp_path / "c.jsonl")
-    assert "falling back from step 8 to step 8 of" in said
-    assert f"resumed from step 8 of {slow}" in said
+    printed = nodes.run(12, tmp_path / "c.jsonl")
+    assert "falling back from step 8 to step 8 of" in printed
+    assert f"resumed from step 8 of {slow}" in printed
     assert steps(slow) == [8, 12]
 
 

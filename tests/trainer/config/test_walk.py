@@ -35,7 +35,7 @@ def faults(tables: dict, flags: dict[str, str] | None = None, world_size: int = 
 
 
 def test_all_faults_are_reported_together() -> None:
-    found = faults(
+    messages = faults(
         {
             "model": {"hidden_sise": 96, "num_layers": "four", "num_heads": 3, "norm": "rms"},
             "trian": {"seed": 1},
@@ -46,7 +46,7 @@ def test_all_faults_are_reported_together() -> None:
         {"train.seed": "x", "train.micro_batch_size": "0"},
         world_size=2,
     )
-    assert found == [
+    assert messages == [
         "trian: unknown key, did you mean train?",
         "model.hidden_sise: unknown key, did you mean model.hidden_size?",
         "model.num_layers: must be a whole number, got 'four'",

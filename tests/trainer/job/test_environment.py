@@ -19,9 +19,9 @@ print("torch" in sys.modules, os.environ["TORCH_CPP_LOG_LEVEL"], os.environ["OMP
 """
 
 
-@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_what_torch_reads_is_set_before_it_is_loaded(given: dict[str, str], policy: str) -> None:
-    environment = {"PATH": "/usr/bin", **given}
+@pytest.mark.parametrize(("variables", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_what_torch_reads_is_set_before_it_is_loaded(variables: dict[str, str], policy: str) -> None:
+    environment = {"PATH": "/usr/bin", **variables}
     done = subprocess.run([sys.executable, "-c", SHOWN], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.stdout.splitlines()[-1] == f"False ERROR {policy}", done.stderr
 

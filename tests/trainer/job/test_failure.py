@@ -18,7 +18,7 @@ from trainer.job.failure import record
 def test_an_error_has_the_form_that_torch_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-    found = {}
+    messages = {}
     for writer in (record, ErrorHandler().record_exception):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
         try:
@@ -28,8 +28,8 @@ def test_an_error_has_the_form_that_torch_writes(tmp_path: Path, monkeypatch: py
         message = json.loads((tmp_path / "error.json").read_text())["message"]
         assert abs(int(message["extraInfo"].pop("timestamp")) - (tmp_path / "error.json").stat().st_mtime) < 60
         assert message["extraInfo"].pop("py_callstack").startswith("Traceback (most recent call last):")
-        found[writer] = message
-    ours, torchs = found.values()
+        messages[writer] = message
+    ours, torchs = messages.values()
     assert ours == torchs
     record(StorageError("no space left on ftp://me:secret@host/data", hint="df -h /data"))
     message = json.loads((tmp_path / "error.json").read_text())["message"]

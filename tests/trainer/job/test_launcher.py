@@ -25,7 +25,7 @@ ON_TWO = ["--nnodes", 2, "--rdzv-id", "job"]
 
 
 @pytest.mark.parametrize(
-    ("given", "command"),
+    ("words", "command"),
     [
         (["train", "run.toml", "--tp", "2"], ("trainer", True, ["train", "run.toml", "--tp", "2"])),
         (["--nproc-per-node", "2", "--", "eval", "run"], ("trainer", True, ["eval", "run"])),
@@ -35,14 +35,14 @@ ON_TWO = ["--nnodes", 2, "--rdzv-id", "job"]
     ],
 )
 def test_a_command_is_a_verb_a_script_a_module_or_a_program(
-    given: list[str], command: tuple[str, bool, list[str]]
+    words: list[str], command: tuple[str, bool, list[str]]
 ) -> None:
-    found = parse(given, VERBS)
+    found = parse(words, VERBS)
     assert (found.training_script, found.module, found.training_script_args) == command
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("words", "message"),
     [
         (["trian", "run.toml"], r"trian is neither a verb \(train, eval\) nor a script that is there"),
         (["--nproc-per-node", "2"], "the following arguments are required: training_script"),
@@ -51,9 +51,9 @@ def test_a_command_is_a_verb_a_script_a_module_or_a_program(
         (["--max-restarts", "some", "train"], "argument --max-restarts/--max_restarts: invalid int value: 'some'"),
     ],
 )
-def test_what_torchrun_would_refuse_is_one_error(given: list[str], message: str) -> None:
+def test_what_torchrun_would_refuse_is_one_error(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
-        parse(given, VERBS)
+        parse(words, VERBS)
     assert str(raised.value.hint).startswith("trainer launch --nproc-per-node 2 train CONFIG.toml")
 
 

@@ -28,10 +28,10 @@ def missed(error: Exception, endpoint: str, backend: str = "c10d") -> tuple[str,
     return sentence(meeting(endpoint, backend).fault(error, 4.2))
 
 
-def sentence(found: FailedLaunch) -> tuple[str, str]:
-    assert found.exit_code == 3
-    assert found.message.startswith(f"the launcher on {HOST}: ")
-    return found.message.partition(": ")[2], str(found.hint)
+def sentence(failed: FailedLaunch) -> tuple[str, str]:
+    assert failed.exit_code == 3
+    assert failed.message.startswith(f"the launcher on {HOST}: ")
+    return failed.message.partition(": ")[2], str(failed.hint)
 
 
 def lost(cause: str) -> RendezvousConnectionError:

@@ -46,7 +46,7 @@ def start() -> Iterator[Started]:
         process.wait()
 
 
-def said(process: "subprocess.Popen[str]") -> str:
+def lines_of(process: "subprocess.Popen[str]") -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -68,7 +68,7 @@ def test_each_rank_gets_a_signal_and_ends_in_its_own_time(number: signal.Signals
     before = signal.getsignal(number)
     with PassedSignals() as signals:
         os.kill(os.getpid(), number)
-        assert [said(rank) for rank in ranks] == [number.name] * 2
+        assert [lines_of(rank) for rank in ranks] == [number.name] * 2
         assert [rank.wait(60) for rank in ranks] == [0, 0]  # their codes are left to who started them
         assert signals.ended_by == (number if number in ENDING else 0)
     assert signal.getsignal(number) is before
@@ -101,9 +101,9 @@ def test_a_second_signal_reaches_ranks_that_the_first_one_waits_for(start: Start
 
     def send_again() -> None:
         for _ in range(2):
-            heard.append(said(stubborn))
+            heard.append(lines_of(stubborn))
             os.kill(os.getpid(), signal.SIGTERM)
-        heard.append(said(stubborn))
+        heard.append(lines_of(stubborn))
         stubborn.kill()
 
     sender = threading.Thread(target=send_again)
@@ -115,7 +115,7 @@ def test_a_second_signal_reaches_ranks_that_the_first_one_waits_for(start: Start
             time.sleep(60)
 
     try:
-        assert said(stubborn) == "ready"
+        assert lines_of(stubborn) == "ready"
         from torch.distributed.elastic.multiprocessing import SignalException
 
         with pytest.raises(SignalException):

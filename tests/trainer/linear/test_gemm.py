@@ -17,13 +17,13 @@ from trainer.linear.gemm import Gemm
 def test_the_products_are_those_of_plain_torch() -> None:
     generator = torch.Generator().manual_seed(1)
     values, x, dy, bias = (torch.randn(*shape, generator=generator) for shape in ((3, 5), (8, 5), (8, 3), (3,)))
-    held, gradient = handle(values)
-    torch.testing.assert_close(held.gemm.forward(x, bias), x @ values.T + bias)
-    torch.testing.assert_close(held.gemm.forward(x, bias, out=torch.empty(8, 3)), x @ values.T + bias)
-    torch.testing.assert_close(held.gemm.forward(x, out=torch.empty(8, 3)), x @ values.T)
-    torch.testing.assert_close(held.gemm.dgrad(dy, out=torch.empty(8, 5)), dy @ values)
-    held.gemm.wgrad(dy, x)
-    held.gemm.wgrad(dy, x)
+    weight, gradient = handle(values)
+    torch.testing.assert_close(weight.gemm.forward(x, bias), x @ values.T + bias)
+    torch.testing.assert_close(weight.gemm.forward(x, bias, out=torch.empty(8, 3)), x @ values.T + bias)
+    torch.testing.assert_close(weight.gemm.forward(x, out=torch.empty(8, 3)), x @ values.T)
+    torch.testing.assert_close(weight.gemm.dgrad(dy, out=torch.empty(8, 5)), dy @ values)
+    weight.gemm.wgrad(dy, x)
+    weight.gemm.wgrad(dy, x)
     torch.testing.assert_close(gradient, 2 * dy.T @ x)
 
 

@@ -43,7 +43,7 @@ def test_an_op_that_makes_x_again_is_the_op_and_a_linear(
         random(5, dtype=dtype, seed=2),
         random(7, 5, dtype=dtype),
     )
-    packed, results, kept = random(7, 12 * activation.num_parts, dtype=dtype), [], []
+    packed, results, kept_tensors = random(7, 12 * activation.num_parts, dtype=dtype), [], []
     for is_one in (True, False):
         (weight, gradient), (bias, bias_gradient) = handle(values), handle(bias_values)
         own_bias = bias if has_bias else None
@@ -57,9 +57,9 @@ def test_an_op_that_makes_x_again_is_the_op_and_a_linear(
             saved = [each.shape for each in y.grad_fn.saved_tensors]
             y.backward(dy)
             sums += x.grad
-        kept.append(saved)
+        kept_tensors.append(saved)
         results.append([y, sums, gradient] + [bias_gradient] * has_bias)
-    assert kept == [[packed.shape], [(7, 12)]], "the product is not saved"
+    assert kept_tensors == [[packed.shape], [(7, 12)]], "the product is not saved"
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two)
 

@@ -39,7 +39,7 @@ def timeout_of(group: Group) -> float:
 
 def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
     mesh = ProcessMesh(layout, rank, CPU, timeout_s=77)
-    found: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     for name, group in {
         "world": mesh.world,
         "tp": mesh.tp,
@@ -57,26 +57,26 @@ def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
         assert group.start_scatter(torch.full((2 * group.size,), float(rank))).wait().equal(summed)
         assert group.start_gather(own).wait()[::2].equal(group.all_gather_rows(own)[:, 0])
         rows = group.all_gather_rows(torch.tensor([rank, -rank]))
-        found[name] = (group.ranks, total.item(), shares[::2].tolist(), summed.tolist(), rows.tolist(), largest.item())
+        groups[name] = (group.ranks, total.item(), shares[::2].tolist(), summed.tolist(), rows.tolist(), largest.item())
         assert group.ranks[group.index] == rank
         assert group.size == 1 or timeout_of(group) == 77
         assert group.broadcast(torch.tensor([float(rank)]), source=group.size - 1).item() == group.ranks[-1]
     for links in (mesh.activations, mesh.gradients):
         pair = (links.previous, links.following)
         assert all(timeout_of(link) == 77 for link in pair if link)
-        found["links"] = tuple(link and link.ranks for link in pair)
+        groups["links"] = tuple(link and link.ranks for link in pair)
         sends = [link.send(torch.tensor([rank]), to=1 - link.index) for link in pair if link]
         came = [link.receive(torch.tensor([-1]), source=1 - link.index).wait().item() for link in pair if link]
         assert came == [link.ranks[1 - link.index] for link in pair if link]
         assert [send.wait().item() for send in sends] == [rank] * len(came)
-    return found
+    return groups
 
 
 @pytest.mark.ci
 @pytest.mark.slow
 def test_groups_of_tp2_pp3() -> None:
     layout = ParallelLayout(tp=2, pp=3)
-    for rank, found in enumerate(run_ranks(6, groups_of, layout)):
+    for rank, groups in enumerate(run_ranks(6, groups_of, layout)):
         at = layout.coords(rank)
         pipeline = [layout.rank(Coords(tp=at.tp, pp=stage)) for stage in range(3)]
         expected = {
@@ -89,9 +89,9 @@ def test_groups_of_tp2_pp3() -> None:
         for name, ranks in expected.items():
             total, rows = float(sum(ranks)), [[each, -each] for each in ranks]
             results = (tuple(ranks), sum(1 << r for r in ranks), ranks, [total] * 2, rows, max(ranks))
-            assert found[name] == results, (name, rank)
+            assert groups[name] == results, (name, rank)
         pairs = [None, *pairwise(pipeline), None]
-        assert found["links"] == (pairs[at.pp], pairs[at.pp + 1])
+        assert groups["links"] == (pairs[at.pp], pairs[at.pp + 1])
 
 
 @st.composite
@@ -223,11 +223,11 @@ def test_a_layout_of_another_size_is_refused() -> None:
 def test_collectives_go_through_groups() -> None:
     """torch.distributed is named where groups are carried, where ranks agree by bytes, and where they are started."""
     root = Path(trainer.__file__).parent
-    found = {
+    groups = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import | ast.ImportFrom) and re.search(r"torch.*\bdistributed\b", ast.unparse(node))
     }
     launches = {f"job/{name}.py" for name in ("launcher", "launch_faults", "meeting", "passed_signals")}
-    assert found == {"mesh/processes.py", "job/ranks.py", "job/rendezvous.py", *launches}
+    assert groups == {"mesh/processes.py", "job/ranks.py", "job/rendezvous.py", *launches}

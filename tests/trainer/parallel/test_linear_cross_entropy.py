@@ -33,7 +33,7 @@ def trained(rank: int, tp: int, at_once: int, dtype: torch.dtype, z_loss: float,
     table[:VOCAB] = values(VOCAB, HIDDEN, seed=0)
     matrix, gradient = handle(table[rank * num_rows : (rank + 1) * num_rows].to(dtype))
     part = VocabularyPart(rank * num_rows, max(min(VOCAB - rank * num_rows, num_rows), 0))
-    found: dict[str, Any] = {"matrix": gradient}
+    gradients: dict[str, Any] = {"matrix": gradient}
     for number in range(2):
         x = values(NUM_TOKENS, HIDDEN, seed=1 + number).to(dtype).requires_grad_()
         labels = torch.arange(NUM_TOKENS) % VOCAB
@@ -48,8 +48,8 @@ def trained(rank: int, tp: int, at_once: int, dtype: torch.dtype, z_loss: float,
             place = {"first_row": part.first_row, "num_true_rows": part.num_true_rows}
             losses = vocab_cross_entropy(linear(replicated, matrix), labels, **place, group=group, z_loss=z_loss)
         (losses * weights).sum().backward()
-        found |= {f"losses {number}": losses.detach(), f"x {number}": x.grad}
-    return found
+        gradients |= {f"losses {number}": losses.detach(), f"x {number}": x.grad}
+    return gradients
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -76,7 +76,7 @@ def test_without_weights_nothing_is_differentiated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "token_bytes", "max_bytes", "wanted"),
+    ("num_tokens", "token_bytes", "max_bytes", "expected"),
     [
         (32768, 1 << 18, 2**30, 4096),
         (32768, 1 << 15, 2**30, 32768),
@@ -89,7 +89,7 @@ def test_without_weights_nothing_is_differentiated() -> None:
         (0, 1 << 18, 2**30, 0),
     ],
 )
-def test_tokens_at_once(num_tokens: int, token_bytes: int, max_bytes: float, wanted: int) -> None:
+def test_tokens_at_once(num_tokens: int, token_bytes: int, max_bytes: float, expected: int) -> None:
     found = tokens_at_once(num_tokens, token_bytes, max_bytes)
-    assert found == wanted
+    assert found == expected
     assert not max_bytes or found * token_bytes <= max(max_bytes, token_bytes)

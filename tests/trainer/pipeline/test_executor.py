@@ -70,14 +70,14 @@ def test_stages_of_one_rank_hand_their_tensors_on() -> None:
         row += [Action("F", 0, m), Action("F", 1, m), Action("B", 1, m), Action("B", 0, m)]
     executor = executor_with(None)
     losses = executor.run(row, chunks, batches())
-    found = [weight.grad.clone() for weight in weights]
+    gradients = [weight.grad.clone() for weight in weights]
     for weight in weights:
         weight.grad = None
     expected = [(weights[1] * weights[0] * batch).square().sum() for batch in batches()]
     for loss in expected:
         loss.backward()
     assert losses == expected
-    assert all(torch.equal(gradient, weight.grad) for gradient, weight in zip(found, weights, strict=True))
+    assert all(torch.equal(gradient, weight.grad) for gradient, weight in zip(gradients, weights, strict=True))
     assert (executor.peak_live, executor.peak_sends) == (2, 0)
 
 
@@ -127,7 +127,7 @@ def test_without_backward_passes_nothing_is_kept_for_them() -> None:
 
 
 def test_products_of_a_backward_pass_are_made_at_its_w() -> None:
-    made: list[int] = []
+    numbers: list[int] = []
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -137,21 +137,21 @@ def test_products_of_a_backward_pass_are_made_at_its_w() -> None:
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-            executor.wgrads.add(lambda: made.append(ctx.number))
+            executor.wgrads.add(lambda: numbers.append(ctx.number))
             return dy, None
 
     counts: list[int] = []
 
     def chunk(received: Tensor | None, batch: Tensor) -> Tensor:
-        counts.append(len(made))
+        counts.append(len(numbers))
         return Product.apply(received, int(batch[0])).sum()
 
     executor = executor_with(Neighbour())
     row = with_transfers(zb_h1(2, 3))[1]
     assert " ".join(map(str, row)) == "RF0 F0 B0 SB0 RF1 F1 B1 SB1 W0 RF2 F2 B2 SB2 W1 W2"
     executor.run(row, {1: chunk}, batches()[:3])
-    assert made == [0, 1, 2]
+    assert numbers == [0, 1, 2]
     assert counts == [0, 0, 1], "W0 comes before F2"
     assert executor.peak_live == 2
-    executor.wgrads.add(lambda: made.append(3))
-    assert made == [0, 1, 2, 3], "outside a backward pass that puts off, at once"
+    executor.wgrads.add(lambda: numbers.append(3))
+    assert numbers == [0, 1, 2, 3], "outside a backward pass that puts off, at once"

@@ -74,15 +74,15 @@ def test_what_was_sent_is_freed_and_few_passes_are_live(layout: str, schedule: A
         parallel=replace(config.parallel, schedule=schedule), train=replace(config.train, recompute=recompute),
         model=replace(config.model, num_layers=6),
     )  # fmt: skip
-    made = layout_of(config)
+    built = layout_of(config)
     num_microbatches = config.train.gradient_accumulation_steps
-    num_links = 2 if made.virtual > 1 else 1  # to a neighbour; on one of them all that is sent
-    for rank, (num_sent, peak, num_left, live) in enumerate(run_threads(made.world_size, step, config)):
+    num_links = 2 if built.virtual > 1 else 1  # to a neighbour; on one of them all that is sent
+    for rank, (num_sent, peak, num_left, live) in enumerate(run_threads(built.world_size, step, config)):
         assert num_sent >= num_microbatches
-        assert peak <= 2 * num_links * most_sends(made.pp, made.num_stages), "of activations, and of gradients"
+        assert peak <= 2 * num_links * most_sends(built.pp, built.num_stages), "of activations, and of gradients"
         assert peak < num_sent
         assert num_left == 0
-        row = rank_actions(schedule, made.pp, num_microbatches, made.virtual, made.coords(rank).pp)
+        row = rank_actions(schedule, built.pp, num_microbatches, built.virtual, built.coords(rank).pp)
         assert live == peak_live(row)
 
 

@@ -41,15 +41,15 @@ def test_the_bubble_is_that_of_the_stages_arithmetic(job_config: Path, capsys: C
     shares = []
     for how in ("even", "cost", "7,3"):
         assert call("train", job_config, *flags, "--pipeline-layout", how) == 0
-        said = " ".join(capsys.readouterr().err.split())
-        found = re.search(
-            r"bubble ([0-9.]+)% of a step by the arithmetic of ([0-9 +]+) layers and the head, 11.1%", said
+        printed = " ".join(capsys.readouterr().err.split())
+        match = re.search(
+            r"bubble ([0-9.]+)% of a step by the arithmetic of ([0-9 +]+) layers and the head, 11.1%", printed
         )
-        assert found is not None, said
-        assert sum(map(int, found[2].split(" + "))) == 10
-        assert how == "cost" or found[2] == {"even": "5 + 5", "7,3": "7 + 3"}[how]
-        assert how == "even" or f"pp 2 ({found[2]} layers)" in said
-        shares.append(float(found[1]))
+        assert match is not None, printed
+        assert sum(map(int, match[2].split(" + "))) == 10
+        assert how == "cost" or match[2] == {"even": "5 + 5", "7,3": "7 + 3"}[how]
+        assert how == "even" or f"pp 2 ({match[2]} layers)" in printed
+        shares.append(float(match[1]))
     even, cost, by_hand = shares
     assert cost < min(even, by_hand)
 
@@ -85,16 +85,18 @@ def test_the_estimate_is_what_an_engine_allocates(model: dict, optim: dict) -> N
     train["precision"] = "bf16" if "master" in optim else "fp32"
     config = config_from({"model": shape, "train": train, "optim": optim}, source="")
     engine = Engine(config, ProcessMesh(layout_of(config), 0, torch.device("cpu"), timeout_s=60))
-    found = rank_memory(config, 0)
-    assert found.parameters == pytest.approx(sum(bucket.parameters.nbytes for bucket in engine.store.buckets), rel=0.01)
-    assert found.gradients == pytest.approx(sum(bucket.gradients.nbytes for bucket in engine.store.buckets), rel=0.01)
-    assert found.optimizer == pytest.approx(engine.store.state_bytes, rel=0.01)
+    memory = rank_memory(config, 0)
+    assert memory.parameters == pytest.approx(
+        sum(bucket.parameters.nbytes for bucket in engine.store.buckets), rel=0.01
+    )
+    assert memory.gradients == pytest.approx(sum(bucket.gradients.nbytes for bucket in engine.store.buckets), rel=0.01)
+    assert memory.optimizer == pytest.approx(engine.store.state_bytes, rel=0.01)
     own = {bucket.parameters.untyped_storage().data_ptr() for bucket in engine.store.buckets}
-    kept: dict[int, torch.Tensor] = {}
+    kept_tensors: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if (address := tensor.untyped_storage().data_ptr()) not in own:
-            kept[address] = tensor
+            kept_tensors[address] = tensor
         return tensor
 
     tokens = torch.zeros(2 * 64, dtype=torch.long)
@@ -102,8 +104,8 @@ def test_the_estimate_is_what_an_engine_allocates(model: dict, optim: dict) -> N
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = engine.chunks[0].forward(None, batch)
     assert loss.shape == tokens.shape
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    assert found.activations == pytest.approx(measured, rel=0.15)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept_tensors.values())
+    assert memory.activations == pytest.approx(measured, rel=0.15)
 
 
 def test_stages_differ_and_zero_cuts_the_optimizer() -> None:
@@ -134,13 +136,13 @@ def test_the_estimate_is_what_a_backward_pass_leaves_to_w(model: dict) -> None:
     out = engine.chunks[0].forward(None, random_batch(engine))
     with engine.store.wgrads.putting_off() as products:
         out.backward(torch.ones_like(out))
-    kept: dict[int, int] = {}
+    kept_bytes: dict[int, int] = {}
     functions = list[Any](products)
     while functions:
         for cell in functions.pop().__closure__ or ():
             held = cell.cell_contents
             if isinstance(held, torch.Tensor) and held.dim() > 1:  # gradients of norms are small
-                kept[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+                kept_bytes[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
             elif callable(held):
                 functions.append(held)
-    assert sum(kept.values()) == rank_memory(config, 0).activations
+    assert sum(kept_bytes.values()) == rank_memory(config, 0).activations

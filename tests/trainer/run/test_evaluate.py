@@ -65,7 +65,7 @@ def test_it_is_the_mean_of_the_token_losses(trained: Path) -> None:
     assert_mean(found, model, open_valid_blend(config), 10)
 
 
-def assert_mean(found: dict, model: TrainedModel, blend: Blend, num_samples: int) -> None:
+def assert_mean(report: dict, model: TrainedModel, blend: Blend, num_samples: int) -> None:
     """Compare an evaluation with the losses of each position by itself, from the logits after its prefix."""
     host = blend.batch(np.arange(num_samples), BatchOptions(mask_eod_loss=True))
     assert 0 < host.loss_mask.sum() < host.loss_mask.size
@@ -75,8 +75,8 @@ def assert_mean(found: dict, model: TrainedModel, blend: Blend, num_samples: int
         for length in range(blend.seq_length)
     ]
     mask = torch.from_numpy(host.loss_mask)
-    assert found["num_tokens"] == mask.sum()
-    assert found["loss"] == pytest.approx(float((torch.stack(losses, 1) * mask).sum() / mask.sum()), rel=1e-5)
+    assert report["num_tokens"] == mask.sum()
+    assert report["loss"] == pytest.approx(float((torch.stack(losses, 1) * mask).sum() / mask.sum()), rel=1e-5)
 
 
 def test_the_validation_part_of_megatron_is_what_training_never_reads(
@@ -86,13 +86,13 @@ def test_the_validation_part_of_megatron_is_what_training_never_reads(
         "--data.order", "megatron", "--data.split", "80,20", "--data.valid.stores", "", "--data.valid.order",
         "megatron", "--data.valid.num-samples", 10, "--data.valid.order-samples", 12,
     ]  # fmt: skip
-    found = evaluate(capsys, trained / "run", *flags)
+    report = evaluate(capsys, trained / "run", *flags)
     checkpoint = open_checkpoint(str(trained / "run"), None, {}, world_size=1)
     config, order = checkpoint.config, MegatronOrder(12, (80.0, 20.0), part="valid")
     store = TokenStore.open(Path(config.data.valid.stores[0]).with_name("train"))
     blend = MegatronBlend([store], seq_length=config.train.seq_length, seed=config.train.seed, order=order)
     with Ranks("cpu", timeout_s=60) as ranks:
-        assert_mean(found, TrainedModel(checkpoint, ranks), blend, 10)
+        assert_mean(report, TrainedModel(checkpoint, ranks), blend, 10)
     assert set(blame(blend, np.arange(10)).documents.tolist()) <= set(range(240, 300))
 
 

@@ -45,16 +45,16 @@ def config(folder: Path, change: str = "") -> Path:
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """What the engine is given, step by step."""
-    found: list[Batch] = []
+    seen: list[Batch] = []
     start_step = Engine.start_step
 
     def watched(engine: Engine, step: int, batch: Batch, **options: object) -> PendingStats:
         columns = [getattr(batch, name).clone() for name in ("tokens", "labels", "positions", "loss_mask")]
-        found.append(Batch(*columns, batch.first_sample))
+        seen.append(Batch(*columns, batch.first_sample))
         return start_step(engine, step, batch, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "start_step", watched)
-    return found
+    return seen
 
 
 def test_a_run_goes_on_with_another_mixture(
@@ -80,13 +80,13 @@ def test_a_run_goes_on_with_another_mixture(
     masked = 0.0
     for step, batch in enumerate(batches, 1):
         samples = stream.steps().samples(step)
-        wanted = blend.batch(samples, stream.data.batch_options)
-        assert (batch.tokens.numpy().reshape(-1, 32) == wanted.tokens).all()
-        assert (batch.loss_mask.numpy().reshape(-1, 32) == wanted.loss_mask).all()
-        masked += float(((wanted.loss_mask == 0) & (wanted.tokens != 60)).sum())
+        expected = blend.batch(samples, stream.data.batch_options)
+        assert (batch.tokens.numpy().reshape(-1, 32) == expected.tokens).all()
+        assert (batch.loss_mask.numpy().reshape(-1, 32) == expected.loss_mask).all()
+        masked += float(((expected.loss_mask == 0) & (expected.tokens != 60)).sum())
         passages = blame(blend, samples).rows()
         read = [blend.stores[source].document(document)[start:stop] for _, source, document, start, stop in passages]
-        assert (np.concatenate(read).reshape(16, 33)[:, :32] == wanted.tokens).all()
+        assert (np.concatenate(read).reshape(16, 33)[:, :32] == expected.tokens).all()
     assert masked > 0
     assert {source for _, source, *_ in passages} == {1}
 
@@ -147,13 +147,13 @@ def test_what_uses_a_checkpoint_goes_by_the_longest_rows_that_were_read(
     monkeypatch.setattr(
         "trainer.run.generate.continue_tokens", lambda *_, window, **others: windows.append(window) or [1]
     )
-    for step, wanted in ((2, 32), (4, 64), (7, 64)):
+    for step, length in ((2, 32), (4, 64), (7, 64)):
         place = run / f"step-{step:09d}"
         command = ("generate", place, "--prompt", "w1", "--data.tokenizer", folder / "tok.json")
         assert call(*command) == call(*command, "--train.seq-length", 16) == 0
-        assert windows[-2:] == [wanted, 16]
+        assert windows[-2:] == [length, 16]
         assert main_of_ckptkit(["export", str(place), str(folder / f"hf{step}"), "--to", "hf"]) == 0
-        assert json.loads((folder / f"hf{step}/config.json").read_text())["max_position_embeddings"] == wanted
+        assert json.loads((folder / f"hf{step}/config.json").read_text())["max_position_embeddings"] == length
 
 
 def test_learned_positions_are_as_many_as_the_longest_row_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,19 +89,19 @@ def test_each_rate_is_that_of_megatron_core(kind: Schedule, shape: Shape, warmup
     scheduler = pytest.importorskip(name, reason="needs megatron-core: pip install megatron-core --no-deps")
     torch = pytest.importorskip("torch")
     group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "max_lr": 3e-3, "min_lr": 2e-4}
-    theirs = scheduler.OptimizerParamScheduler(
+    megatron = scheduler.OptimizerParamScheduler(
         torch.optim.SGD([group], lr=0.0), init_lr=0.0, max_lr=3e-3, min_lr=2e-4, lr_warmup_steps=warmup,
         lr_decay_steps=60, lr_decay_style=STYLES.get(kind, kind), start_wd=0.1, end_wd=0.1, wd_incr_steps=60,
         wd_incr_style="constant", wsd_decay_steps=20,
         lr_wsd_decay_style={"sqrt": "minus_sqrt"}.get(shape, shape),
     )  # fmt: skip
-    ours = OptimConfig(
+    config = OptimConfig(
         lr=3e-3, min_lr=2e-4, warmup_steps=warmup, decay_steps=60, schedule=kind, wsd_decay=shape, wsd_decay_steps=20
     )
     expected = []
     for _ in range(70):
-        expected.append(theirs.get_lr(theirs.optimizer.param_groups[0]))
-        theirs.step(1)
-    rates = [learning_rate(ours, step) for step in range(70)]
+        expected.append(megatron.get_lr(megatron.optimizer.param_groups[0]))
+        megatron.step(1)
+    rates = [learning_rate(config, step) for step in range(70)]
     assert rates[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
     assert rates[:warmup] == pytest.approx(expected[1 : warmup + 1], rel=1e-12)  # theirs begins at 0

@@ -28,7 +28,7 @@ def gradients(rank: int, size: int) -> torch.Tensor:
 
 def summed(rank: int, config: Config, *, network: Network | None = None) -> list[tuple[int, Any, Any]]:
     """Of each bucket its number of holders, what this rank owns of a sum, and what it should be."""
-    engine, found = make_engine(rank, config, network=network), []
+    engine, results = make_engine(rank, config, network=network), []
     for bucket in engine.store.buckets:
         group = bucket.group
         for weight in bucket.weights:
@@ -39,8 +39,8 @@ def summed(rank: int, config: Config, *, network: Network | None = None) -> list
         parts = [gradients(other, len(bucket.gradients))[slice(*bucket.owned)] for other in group.ranks]
         rounded = [part.bfloat16().float() if group.size > 1 else part for part in parts]
         own = bucket.gradients[slice(*bucket.owned)]
-        found.append((group.size, own.numpy().copy(), torch.stack(rounded).sum(0).numpy()))
-    return found
+        results.append((group.size, own.numpy().copy(), torch.stack(rounded).sum(0).numpy()))
+    return results
 
 
 def assert_sums(runs: list[list[tuple[int, Any, Any]]], sizes: set[int]) -> None:

@@ -139,7 +139,7 @@ def test_factors_change_the_rows_that_fit_and_no_other_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "message"),
     [
         (
             ["*.nrom1.*"],
@@ -151,8 +151,8 @@ def test_factors_change_the_rows_that_fit_and_no_other_bit() -> None:
         ),
     ],
 )
-def test_a_pattern_without_a_row_of_its_own_is_an_error(patterns: list[str], said: str) -> None:
+def test_a_pattern_without_a_row_of_its_own_is_an_error(patterns: list[str], message: str) -> None:
     config = small(config_for("llama", ParallelLayout()))
     groups = tuple(GroupConfig(pattern) for pattern in patterns)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         table.parameter_table(replace(config, optim=replace(config.optim, groups=groups)))

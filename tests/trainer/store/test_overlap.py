@@ -72,13 +72,13 @@ def losses_of_rows(
     rank: int, config: Config, rows: Sequence[tuple[int, int]], *, network: Network
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of a step for each length of rows and number of micro-batches."""
-    engine, found = make_engine(rank, config, network=network), []
+    engine, results = make_engine(rank, config, network=network), []
     for step, (length, num_microbatches) in enumerate(rows):
         size = num_microbatches * config.train.micro_batch_size * config.parallel.dp
         other = replace(config, train=replace(config.train, seq_length=length, global_batch_size=size))
         stats = engine.train_step(step, local_batch(other, step, engine.mesh))
-        found.append((stats.loss, stats.grad_norm))
-    return found
+        results.append((stats.loss, stats.grad_norm))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -93,39 +93,41 @@ def losses_of_rows(
 )
 def test_rows_of_another_length_or_number_in_mid_run_change_no_bit(model: str, layout: str, schedule: str) -> None:
     """With documents, and logits made in parts, of which longer rows have more, and the shortest none."""
-    made = config(model, layout, schedule=schedule)
-    made = replace(made, train=replace(made.train, max_logits_gib=8 * 61 * 8 / 2**30))  # 8 tokens of 61 logits at once
-    made = replace(made, model=replace(made.model, num_positions=64 if made.model.position == "learned" else 0))
-    made = replace(made, data=replace(made.data, document_mask=True))
-    apart = replace(made, parallel=replace(made.parallel, overlap_grad_reduce=False))
+    built = config(model, layout, schedule=schedule)
+    built = replace(
+        built, train=replace(built.train, max_logits_gib=8 * 61 * 8 / 2**30)
+    )  # 8 tokens of 61 logits at once
+    built = replace(built, model=replace(built.model, num_positions=64 if built.model.position == "learned" else 0))
+    built = replace(built, data=replace(built.data, document_mask=True))
+    apart = replace(built, parallel=replace(built.parallel, overlap_grad_reduce=False))
     rows = ((16, 3), (16, 3), (48, 1), (8, 5), (48, 3))
 
     found, expected = (
-        run_threads(layout_of(made_of).world_size, losses_of_rows, made_of, rows) for made_of in (made, apart)
+        run_threads(layout_of(made_of).world_size, losses_of_rows, made_of, rows) for made_of in (built, apart)
     )
     assert found == expected
 
 
 def begins_of_the_first_step(rank: int, config: Config, *, network: Network) -> list[str]:
     """The ends of passes and, with their units, the begins of sums, in their order."""
-    engine, found = make_engine(rank, config, network=network), []
+    engine, results = make_engine(rank, config, network=network), []
     with pytest.MonkeyPatch.context() as patch:
         real_end, real_reduce = Unit.end_adding, Bucket.start_reduce
 
         def end(unit: Unit) -> None:
             if unit._wgrads is engine.store.wgrads:
-                found.append(f"end {unit.name}")
+                results.append(f"end {unit.name}")
             real_end(unit)
 
         def reduce(bucket: Bucket, dtype: torch.dtype) -> None:
             if bucket in engine.store.buckets:
-                found.append(f"sum {' and '.join(sorted(bucket.users))}")
+                results.append(f"sum {' and '.join(sorted(bucket.users))}")
             real_reduce(bucket, dtype)
 
         patch.setattr(Unit, "end_adding", end)
         patch.setattr(Bucket, "start_reduce", reduce)
         engine.train_step(0, local_batch(config, 0, engine.mesh))
-    return found
+    return results
 
 
 def test_a_sum_begins_where_the_last_pass_of_its_units_ends_in_the_first_step_too() -> None:

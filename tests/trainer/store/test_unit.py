@@ -32,31 +32,31 @@ def config(model: str, layout: str, schedule: Any = "1f1b", **train: Any) -> Con
 def sums(rank: int, config: Config, *, network: Network) -> dict[str, list[list[torch.Tensor]]]:
     """The gradients that a unit's weights have at the end of each of its passes of a step."""
     engine = make_engine(rank, config, network=network)
-    found = defaultdict[str, list[list[torch.Tensor]]](list)
+    gradients = defaultdict[str, list[list[torch.Tensor]]](list)
     with pytest.MonkeyPatch.context() as patch:
         real = Unit.end_adding
 
         def end(unit: Unit) -> None:
             if unit._wgrads is engine.store.wgrads:
                 weights = [weight for bucket in unit.buckets for weight in bucket.weights]
-                found[unit.name].append([weight._gradient.clone() for weight in weights])
+                gradients[unit.name].append([weight._gradient.clone() for weight in weights])
             real(unit)
 
         patch.setattr(Unit, "end_adding", end)
         engine.train_step(0, local_batch(config, 0, engine.mesh))
-    return dict(found)
+    return dict(gradients)
 
 
 def compare(layout: str, schedule: str, **train: Any) -> None:
     """Each end of a pass under a schedule, and under 1F1B."""
-    made = config("gpt2", layout, schedule, **train)
+    built = config("gpt2", layout, schedule, **train)
     one, other = (
-        run_threads(layout_of(each).world_size, sums, each) for each in (config("gpt2", layout, "1f1b", **train), made)
+        run_threads(layout_of(each).world_size, sums, each) for each in (config("gpt2", layout, "1f1b", **train), built)
     )
     for ours, others in zip(one, other, strict=True):
         require_equal(ours.keys() == others.keys(), "units")
         for name, ends in ours.items():
-            require_equal(len(ends) == len(others[name]) == made.train.gradient_accumulation_steps, name)
+            require_equal(len(ends) == len(others[name]) == built.train.gradient_accumulation_steps, name)
             for number, (left, right) in enumerate(zip(ends, others[name], strict=True)):
                 equal = all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
                 require_equal(equal, f"{name}, micro-batch {number}")

@@ -79,11 +79,11 @@ def sums_on(rank: int, layout: ParallelLayout, *, network: Network | None = None
 
 def compare_experts(layout: ParallelLayout) -> None:
     """Each element of each sum has one owner, and is what all samples ask."""
-    found = run_threads(layout.world_size, sums_on, layout)
+    summed = run_threads(layout.world_size, sums_on, layout)
     infos = [TensorInfo(name, "F64", row.shape, row.placement) for name, row in TABLE.items()]
     pieces = [
         Piece(each.name, each.box, each.start, each.stop, each.data[: each.stop - each.start])
-        for _, own in found
+        for _, own in summed
         for each in own
     ]
     sums = assembled(infos, pieces)
@@ -91,6 +91,6 @@ def compare_experts(layout: ParallelLayout) -> None:
         places = {samples_of(name, layout, layout.coords(rank)) for rank in range(layout.world_size)}
         expected = sum(drawn(name, each) for each in places)
         require_equal(torch.allclose(sums[name], expected, rtol=0, atol=1e-12), f"the sum of {name}")
-        for rank, (squares, _) in enumerate(found):
+        for rank, (squares, _) in enumerate(summed):
             gap = abs(squares[number].item() - expected.square().sum().item())
             require_equal(gap < 1e-9, f"rank {rank}: the norm of {name}")

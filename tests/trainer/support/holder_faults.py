@@ -19,11 +19,11 @@ def contributed_by_all_that_cut(real: Any, self: Parameter, *args: Any) -> bool:
 def held_apart(name: str) -> Callable[[Patch], None]:
     """Let the holders along the axes of a name be the data-parallel ranks alone."""
 
-    def held(real: Any, *args: Any, **options: Any) -> Axes:
+    def held_axes(real: Any, *args: Any, **options: Any) -> Axes:
         axes: Axes = real(*args, **options)
         return OVER_DATA if axes == GROUPS[name] else axes
 
-    return wrapping(table, "holders", held)
+    return wrapping(table, "holders", held_axes)
 
 
 HOLDER_FAULTS = [

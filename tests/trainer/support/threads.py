@@ -180,18 +180,18 @@ class ThreadTransport:
         awaited = Transfer(f"a receive from rank {self._ranks[source]} by {self._name}", tensor)
         return self._meet(awaited, self._meeting.sent, self._meeting.awaited, (source, self._index))
 
-    def _meet(self, mine: Transfer, others: Any, own: Any, way: tuple[int, int]) -> "Handle":
+    def _meet(self, own_transfer: Transfer, others: Any, own: Any, way: tuple[int, int]) -> "Handle":
         if others[way]:
             other = others[way].popleft()
-            other.check(mine)
-            source, target = (other, mine) if others is self._meeting.sent else (mine, other)
+            other.check(own_transfer)
+            source, target = (other, own_transfer) if others is self._meeting.sent else (own_transfer, other)
             with torch.no_grad():
                 target.tensor.copy_(source.tensor)
             self._turns.finish(other)
-            self._turns.finish(mine)
+            self._turns.finish(own_transfer)
         else:
-            own[way].append(mine)
-        return Handle(self._turns, self._rank, mine)
+            own[way].append(own_transfer)
+        return Handle(self._turns, self._rank, own_transfer)
 
     @torch.no_grad()
     def _join(

@@ -66,25 +66,25 @@ def system(path: Path) -> list[bytes]:
 
 
 def test_hostile_data_is_named_and_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, made, run = write_folder(tmp_path / "save"), tmp_path / "made", tmp_path / "run"
-    pickle.loads(system(made)[0])
-    made.rmdir()
-    for data in system(made):
+    folder, marker, run = write_folder(tmp_path / "save"), tmp_path / "made", tmp_path / "run"
+    pickle.loads(system(marker)[0])
+    marker.rmdir()
+    for data in system(marker):
         (folder / ".metadata").write_bytes(data)
         assert call("import", folder, run, "--from", "dcp") == 1
         assert ".metadata " in capsys.readouterr().err
-        assert not made.exists()
+        assert not marker.exists()
         assert not run.exists()
 
 
 def test_hostile_data_in_a_tensor_is_named_and_makes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, run, folder = tmp_path / "made", tmp_path / "run", tmp_path / "save"
+    marker, run, folder = tmp_path / "made", tmp_path / "run", tmp_path / "save"
     usual = torch.save
 
     def save(value: Any, file: Any, **options: Any) -> None:
-        usual(Hostile(made) if isinstance(value, torch.Tensor) else value, file, **options)
+        usual(Hostile(marker) if isinstance(value, torch.Tensor) else value, file, **options)
 
     torch.save = save
     try:
@@ -93,7 +93,7 @@ def test_hostile_data_in_a_tensor_is_named_and_makes_nothing(
         torch.save = usual
     assert call("import", folder, run, "--from", "dcp") == 1
     assert "names 'posix.mkdir', which no such file has; nothing of it was run" in capsys.readouterr().err
-    assert not made.exists()
+    assert not marker.exists()
     assert not run.exists()
 
 

@@ -168,11 +168,11 @@ def test_what_deepspeed_made_comes_over_whole(tmp_path: Path, stage: int, num_ra
     root = read_root(open_storage(tmp_path / "run"), 0)
     assert root.tensors.keys() == expected.keys()
     assert root.tensors["optim.master/0.weight"].shape == (16, 8)
-    found = {name: torch.zeros(root.tensors[name].shape) for name in expected}
-    dcp.load(found, storage_reader=DcpReader(tmp_path / "run"))
-    assert all(torch.equal(found[name].flatten(), each.flatten()) for name, each in expected.items())
+    loaded = {name: torch.zeros(root.tensors[name].shape) for name in expected}
+    dcp.load(loaded, storage_reader=DcpReader(tmp_path / "run"))
+    assert all(torch.equal(loaded[name].flatten(), each.flatten()) for name, each in expected.items())
     if stage < 3:
         weights = torch.load(tmp_path / "saved" / "weights.pt")
         assert {"3.scale", "4.weight", "4.bias"} < weights.keys()
         for name, each in weights.items():
-            assert torch.equal(found[f"optim.master/{name}"].reshape(each.shape).to(each.dtype), each), name
+            assert torch.equal(loaded[f"optim.master/{name}"].reshape(each.shape).to(each.dtype), each), name

@@ -35,11 +35,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
     for name, each in expected.items():
-        assert found[name].dtype == each.dtype, name
-        assert torch.equal(found[name], each), name
+        assert tensors[name].dtype == each.dtype, name
+        assert torch.equal(tensors[name], each), name
 
 
 KINDS: list[tuple[str, dict[str, Any]]] = [

@@ -29,11 +29,11 @@ def call(*arguments: object) -> int:
     return main([str(each) for each in arguments])
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == each.dtype
-        and found[name].shape == each.shape
-        and found[name].reshape(-1).view(torch.uint8).equal(each.reshape(-1).view(torch.uint8))
+def same(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return tensors.keys() == expected.keys() and all(
+        tensors[name].dtype == each.dtype
+        and tensors[name].shape == each.shape
+        and tensors[name].reshape(-1).view(torch.uint8).equal(each.reshape(-1).view(torch.uint8))
         for name, each in expected.items()
     )
 

@@ -77,10 +77,10 @@ def test_the_trainers_loss_is_that_of_transformers(
     )
     capsys.readouterr()
     assert trainer(["eval", f"hf:{tmp_path}/model", str(tmp_path / "job.toml"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     stream = torch.tensor(rows[:, :-1].reshape(-1))
     batch = torch.stack([stream[at : at + 17] for at in range(0, 7 * 16, 16)])
     with torch.no_grad():
         logits = opened(tmp_path / "model")(batch[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-    assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert report["loss"] == pytest.approx(float(expected), rel=1e-5)

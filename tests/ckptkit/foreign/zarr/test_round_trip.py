@@ -121,20 +121,20 @@ ARRAYS: list[tuple[str, str, dict[str, Any]]] = [
 def test_arrays_of_any_codec_are_tensors(tmp_path: Path, driver: str, base: str, metadata: dict[str, Any]) -> None:
     tensorstore = pytest.importorskip("tensorstore", reason=NEEDED)
     expected = {"params.w": np.random.default_rng(1).normal(size=(7, 5)).astype(np.float32), "opt/step": np.int32(7)}
-    for name, each in expected.items():
+    for name, value in expected.items():
         spec: dict[str, Any] = {"driver": driver, "kvstore": base.format(tmp_path / "arrays") + name, "create": True}
-        if each.shape:
+        if value.shape:
             spec["metadata"] = metadata
-        array = tensorstore.open(spec, shape=each.shape, dtype=each.dtype.name).result()
-        array[...] = each
+        array = tensorstore.open(spec, shape=value.shape, dtype=value.dtype.name).result()
+        array[...] = value
     assert call("import", tmp_path / "arrays", tmp_path / "run", "--from", "tensorstore") == 0
     with CheckpointReader(open_storage(tmp_path / "run"), 0) as reader:
-        for name, each in expected.items():
-            info, data = reader.root.tensors[name], np.empty(each.shape, each.dtype)
-            assert info.shape == each.shape
-            box = Box((0,) * each.ndim, each.shape)
+        for name, value in expected.items():
+            info, data = reader.root.tensors[name], np.empty(value.shape, value.dtype)
+            assert info.shape == value.shape
+            box = Box((0,) * value.ndim, value.shape)
             reader.read(ChunkTable.of([(info, box, 0, box.numel)]), [data.ctypes.data])
-            assert (data == each).all()
+            assert (data == value).all()
 
 
 def spoil_description(folder: Path) -> None:

@@ -151,16 +151,16 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), CHANGES, ids=["weights", "moments"])
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=["weights", "moments"])
 def test_a_change_before_the_optimizers_step_fails_the_save_by_name(
-    change: Callable[[State], None], said: str, copies: threading.Event, tmp_path: Path
+    change: Callable[[State], None], message: str, copies: threading.Event, tmp_path: Path
 ) -> None:
     state = program(torch.optim.AdamW)
     with Run(tmp_path) as run:
         run.save(1, state, overlap=True)
         change(state)
         copies.set()
-        with pytest.raises(StorageError, match=f"step 1: rank 0: {said}"):
+        with pytest.raises(StorageError, match=f"step 1: rank 0: {message}"):
             run.wait()
         assert run.steps() == []
         run.save(1, state, overlap=True)
@@ -204,7 +204,7 @@ def sharded_program(rank: int, url: str, layout: str) -> list[str]:
     model, optimizer, _ = make(layout)
     averaged = torch.optim.swa_utils.AveragedModel(model) if layout == "ddp" else None
     state = {"model": model, "optimizer": optimizer} | ({"ema": averaged} if averaged else {})
-    said = []
+    messages = []
     with Run(url) as run:
         for step in range(1, 4):
             run.save(step, state, overlap=True)
@@ -213,8 +213,8 @@ def sharded_program(rank: int, url: str, layout: str) -> list[str]:
             optimizer.zero_grad()
             model(batch(step)).square().mean().backward()
             optimizer.step()
-            said += [report.error for report in run.wait()]
-    return said
+            messages += [report.error for report in run.wait()]
+    return messages
 
 
 def bytes_of_matrices(data: Path) -> int:
@@ -238,7 +238,7 @@ def test_a_forward_and_a_backward_of_any_wrapper_change_nothing(layout: str, tmp
 
 def change_of_a_dtensor(rank: int, url: str) -> list[str]:
     model, optimizer, _ = make("fsdp")
-    said = []
+    messages = []
     with Run(url) as run:
         for step, weight in enumerate((model[0].weight, model[0].weight.to_local())):
             copy = Staging._copy
@@ -258,9 +258,9 @@ def change_of_a_dtensor(rank: int, url: str) -> list[str]:
             try:
                 run.wait()
             except StorageError as error:
-                said.append(str(error))
+                messages.append(str(error))
             Staging._copy = copy  # type: ignore[method-assign]
-    return said
+    return messages
 
 
 @pytest.mark.ci

@@ -51,20 +51,20 @@ def test_a_module_takes_what_its_state_dict_makes_on_request(tmp_path: Path) -> 
     saved, fresh = Packed([1.5, 2.5], "int8", 7), Packed([0.0, 0.0], "none", 0)
     with Run(tmp_path) as run:
         run.save(1, {"model": nn.Sequential(saved), "other": cloning(nn.Linear(2, 3))})
-        kept, other = cloning(nn.Linear(2, 3)), cloning(nn.Linear(2, 3))
+        module, other = cloning(nn.Linear(2, 3)), cloning(nn.Linear(2, 3))
         run.load({"model": nn.Sequential(fresh)})
         assert (fresh.scales, fresh.mode, fresh.calls) == ([1.5, 2.5], "int8", 7)
         assert torch.equal(fresh.weight, saved.weight)
         run.load({"other": other})
-        run.load({"other": kept})
-        assert torch.equal(other.weight, kept.weight)
+        run.load({"other": module})
+        assert torch.equal(other.weight, module.weight)
 
 
 def test_what_tuples_and_lists_hold_is_filled_in_place(tmp_path: Path) -> None:
-    def made(value: float) -> Any:
+    def state_of(value: float) -> Any:
         return (nn.Linear(2, 2), [[torch.full((3,), value)], value], {"by": (torch.full((1,), value),)})
 
-    saved, fresh = made(5.0), made(0.0)
+    saved, fresh = state_of(5.0), state_of(0.0)
     state = {"all": fresh, "mixed": (fresh[1][0][0].clone(), "old")}
     with Run(tmp_path) as run:
         run.save(1, {"all": saved, "mixed": (torch.ones(3), "new")})
@@ -87,15 +87,15 @@ def test_states_of_an_optimizer_that_are_of_no_parameter_come_back(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (nn.LazyLinear(2), "weight has no shape yet"),
         (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "a nested tensor"),
         (np.ma.array([1, 2], mask=[True, False]), "its data and its mask"),
     ],
 )
-def test_what_has_no_elements_of_its_own_is_refused(value: Any, said: str, tmp_path: Path) -> None:
-    with Run(tmp_path) as run, pytest.raises(UserError, match=said):
+def test_what_has_no_elements_of_its_own_is_refused(value: Any, message: str, tmp_path: Path) -> None:
+    with Run(tmp_path) as run, pytest.raises(UserError, match=message):
         run.save(1, {"value": value})
 
 
@@ -116,7 +116,7 @@ def test_an_expanded_tensor_is_not_loaded_into_and_a_step_is_a_number(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam", "LBFGS"])
 def test_optimizers_of_any_kind_go_on(kind: str, tmp_path: Path) -> None:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
         model = nn.Linear(7, 5).double()
         options = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
@@ -134,11 +134,11 @@ def test_optimizers_of_any_kind_go_on(kind: str, tmp_path: Path) -> None:
         return [optimizer.step(closure).item() for _ in range(3)]  # type: ignore[attr-defined]
 
     with Run(tmp_path) as run:
-        model, optimizer = made()
+        model, optimizer = model_and_optimizer()
         steps(model, optimizer)
         run.save(1, {"model": model, "optimizer": optimizer})
         expected = steps(model, optimizer)
-        other, fresh = made()
+        other, fresh = model_and_optimizer()
         run.load({"model": other, "optimizer": fresh})
     assert steps(other, fresh) == expected
 

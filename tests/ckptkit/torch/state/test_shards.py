@@ -144,14 +144,14 @@ def test_slices_that_cannot_be_are_refused(tmp_path: Path, slices: Slices, fault
 
 
 def test_fields_of_several_lengths_are_refused(tmp_path: Path) -> None:
-    made = shard(torch.zeros(5, 5), (8, 5), PADDED)
-    made.local_sizes = made.local_sizes[:1]
+    piece = shard(torch.zeros(5, 5), (8, 5), PADDED)
+    piece.local_sizes = piece.local_sizes[:1]
     with Run(tmp_path) as run:
         with pytest.raises(UserError, match="2 global_offsets, 2 local_offsets, 1 local_sizes"):
-            run.save(1, {"weight": made})
-        made.local_sizes = None
+            run.save(1, {"weight": piece})
+        piece.local_sizes = None
         with pytest.raises(UserError, match="not tuples of ints"):
-            run.save(1, {"weight": made})
+            run.save(1, {"weight": piece})
 
 
 def test_slices_that_leave_a_hole_are_no_step(tmp_path: Path) -> None:

@@ -47,19 +47,19 @@ def emptied(state: Any) -> Any:
     return [emptied(each) for each in state] if isinstance(state, list) else "nothing"
 
 
-def assert_equal(found: Any, expected: Any) -> None:
+def assert_equal(loaded: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+        assert loaded.dtype == expected.dtype
+        assert torch.equal(loaded, expected)
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert loaded.keys() == expected.keys()
         for key, value in expected.items():
-            assert_equal(found[key], value)
+            assert_equal(loaded[key], value)
     elif isinstance(expected, list):
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(loaded, expected, strict=True):
             assert_equal(one, other)
     else:
-        assert found == expected
+        assert loaded == expected
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

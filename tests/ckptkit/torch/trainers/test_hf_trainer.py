@@ -28,22 +28,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def trained(
-    folder: Path, *, ours: bool, resumes: bool = False, options: Any = None, run: str = "run", **named: Any
+    folder: Path, *, with_callback: bool, resumes: bool = False, options: Any = None, run: str = "run", **named: Any
 ) -> Any:  # fmt: skip
     """Return a Trainer that has trained, whose checkpoints are its own or steps of a run."""
     from ckptkit.torch import HfTrainerCallback
 
-    given = {
+    settings = {
         "max_steps": 20, "save_steps": 4, "logging_steps": 3, "learning_rate": 0.1, "lr_scheduler_type": "constant",
         "report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "label_names": ["y"],
         **named,
     }  # fmt: skip
     callback = HfTrainerCallback(folder / run, options or CheckpointerOptions())
     trainer = transformers.Trainer(
-        Small(), transformers.TrainingArguments(str(folder / "own"), **given), train_dataset=Samples(),
-        eval_dataset=torch.utils.data.Subset(Samples(), range(8)), callbacks=[callback] if ours else [],
+        Small(), transformers.TrainingArguments(str(folder / "own"), **settings), train_dataset=Samples(),
+        eval_dataset=torch.utils.data.Subset(Samples(), range(8)), callbacks=[callback] if with_callback else [],
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=callback.resume(trainer) if ours and resumes else resumes)
+    trainer.train(resume_from_checkpoint=callback.resume(trainer) if with_callback and resumes else resumes)
     return trainer
 
 
@@ -72,7 +72,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tests.ckptkit.torch.trainers.test_hf_trainer import trained
-trained(Path(sys.argv[1]), ours=True, resumes=True, max_steps=int(sys.argv[2]), save_steps=3, save_total_limit=2,
+trained(Path(sys.argv[1]), with_callback=True, resumes=True, max_steps=int(sys.argv[2]), save_steps=3, save_total_limit=2,
         eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
 """
 
@@ -113,14 +113,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_kept_and_loaded_is_what_the_trainer_keeps(tmp_path: Path, case: str) -> None:
-    theirs = trained(tmp_path / "theirs", ours=False, **CASES[case])
-    ours = trained(tmp_path / "ours", ours=True, **CASES[case])
+    expected = trained(tmp_path / "theirs", with_callback=False, **CASES[case])
+    with_ckptkit = trained(tmp_path / "ours", with_callback=True, **CASES[case])
     assert labels_of_run(tmp_path / "ours") == labels_of_folders(tmp_path / "theirs")
     assert not list((tmp_path / "ours" / "own").glob("checkpoint-*"))
     for name in ("best_metric", "best_global_step", "global_step"):
-        assert getattr(ours.state, name) == getattr(theirs.state, name)
-    assert step_of(ours.state.best_model_checkpoint) == step_of(theirs.state.best_model_checkpoint)
-    assert all(map(torch.equal, parameters_of(ours.model), parameters_of(theirs.model)))
+        assert getattr(with_ckptkit.state, name) == getattr(expected.state, name)
+    assert step_of(with_ckptkit.state.best_model_checkpoint) == step_of(expected.state.best_model_checkpoint)
+    assert all(map(torch.equal, parameters_of(with_ckptkit.model), parameters_of(expected.model)))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_it_goes_on_as_from_the_folders_of_the_trainer(tmp_path: Path, named: di
     models = []
     for ours in (False, True):
         folder = tmp_path / f"{ours}"
-        trained(folder, ours=ours, **{**named, "max_steps": first})
+        trained(folder, with_callback=ours, **{**named, "max_steps": first})
         torch.manual_seed(5)
-        trainer = trained(folder, ours=ours, resumes=True, **named)
+        trainer = trained(folder, with_callback=ours, resumes=True, **named)
         models.append((parameters_of(trainer.model), step_of(trainer.state.best_model_checkpoint)))
     (theirs, their_best), (mine, my_best) = models
     assert all(map(torch.equal, mine, theirs))
@@ -172,8 +172,8 @@ def test_another_number_of_processes_goes_on(tmp_path: Path) -> None:
 def test_the_best_step_stays_under_a_retention(tmp_path: Path) -> None:
     retention = Retention(keep_last=1, keep_best=1, metric="eval_loss")
     named = {**EVERY_2, "save_steps": 2, "save_total_limit": 1, "eval_on_start": False}
-    trained(tmp_path, ours=True, options=CheckpointerOptions(retention=retention), **named)
-    history = trained(tmp_path / "all", ours=True, **{**EVERY_2, "save_steps": 2})
+    trained(tmp_path, with_callback=True, options=CheckpointerOptions(retention=retention), **named)
+    history = trained(tmp_path / "all", with_callback=True, **{**EVERY_2, "save_steps": 2})
     labels = labels_of_run(tmp_path / "all")
     best = min(labels, key=lambda step: labels[step] or 0.0)
     assert list(labels_of_run(tmp_path)) == sorted({best, history.state.global_step})
@@ -212,33 +212,33 @@ def test_what_a_run_cannot_serve_is_refused_when_the_trainer_is_made(
 ) -> None:
     monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda *_, **__: None)
     with pytest.raises(UserError, match=words):
-        trained(tmp_path, ours=True, options=CheckpointerOptions(retention=Retention(keep_last=1)), **named)
+        trained(tmp_path, with_callback=True, options=CheckpointerOptions(retention=Retention(keep_last=1)), **named)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_with_later_steps_is_not_written_into(tmp_path: Path) -> None:
-    trained(tmp_path, ours=True, max_steps=4)
+    trained(tmp_path, with_callback=True, max_steps=4)
     with pytest.raises(UserError, match="holds step 4, and the training begins after step 0") as caught:
-        trained(tmp_path, ours=True)
+        trained(tmp_path, with_callback=True)
     assert "callback.resume(trainer)" in str(caught.value.hint)
-    trained(tmp_path, ours=True, resumes=True)
+    trained(tmp_path, with_callback=True, resumes=True)
     assert list(Run(tmp_path / "run").steps()) == [4, 8, 12, 16, 20]
 
 
 def test_folders_of_earlier_trainings_are_not_deleted(tmp_path: Path) -> None:
-    trained(tmp_path, ours=False, max_steps=4)
+    trained(tmp_path, with_callback=False, max_steps=4)
     with pytest.raises(UserError, match="save_total_limit=1 would delete folders of earlier trainings"):
-        trained(tmp_path, ours=True, save_total_limit=1)
-    trainer = trained(tmp_path, ours=True, save_total_limit=2)
+        trained(tmp_path, with_callback=True, save_total_limit=1)
+    trainer = trained(tmp_path, with_callback=True, save_total_limit=2)
     assert labels_of_folders(tmp_path).keys() == {4}
-    trained(tmp_path, ours=True, resumes=True, max_steps=24)
+    trained(tmp_path, with_callback=True, resumes=True, max_steps=24)
     assert step_of(trainer.state.best_model_checkpoint) is None
 
 
 def test_damaged_steps_are_passed_over_and_saved_again(tmp_path: Path) -> None:
-    trained(tmp_path, ours=True, max_steps=8)
+    trained(tmp_path, with_callback=True, max_steps=8)
     damage(tmp_path / "run" / "step-000000008")
-    trainer = trained(tmp_path, ours=True, resumes=True, max_steps=12)
+    trainer = trained(tmp_path, with_callback=True, resumes=True, max_steps=12)
     assert Run(tmp_path / "run").steps() == [4, 8, 12]
     assert main(["verify", str(tmp_path / "run")]) == 0
     assert trainer.state.global_step == 12
@@ -246,9 +246,9 @@ def test_damaged_steps_are_passed_over_and_saved_again(tmp_path: Path) -> None:
 
 def test_a_slower_tier_is_gone_on_from(tmp_path: Path) -> None:
     options = CheckpointerOptions(tiers=(Tier(str(tmp_path / "slow")),))
-    trained(tmp_path, ours=True, options=options, max_steps=8)
+    trained(tmp_path, with_callback=True, options=options, max_steps=8)
     shutil.rmtree(tmp_path / "run")
-    trained(tmp_path, ours=True, resumes=True, options=options, max_steps=12)
+    trained(tmp_path, with_callback=True, resumes=True, options=options, max_steps=12)
     assert Run(tmp_path / "run").steps() == [12]
     assert Run(tmp_path / "slow").steps() == [4, 8, 12]
 
@@ -258,13 +258,13 @@ def test_a_nodes_own_disk_and_its_replica_are_gone_on_from(tmp_path: Path, monke
     own, replica = tmp_path / "nvme" / "n0", tmp_path / "peers" / "n0" / "n0"
     named: dict[str, Any] = {"run": "nvme/{node}", "save_total_limit": 2}
     named["options"] = CheckpointerOptions(tiers=(Tier(f"{tmp_path}/peers/{{peer}}/{{node}}"),))
-    trained(tmp_path, ours=True, max_steps=12, **named)
+    trained(tmp_path, with_callback=True, max_steps=12, **named)
     assert (Run(own).steps(), Run(replica).newest()) == ([8, 12], 12)
     shutil.rmtree(own)
-    trainer = trained(tmp_path, ours=True, resumes=True, max_steps=20, **named)
+    trainer = trained(tmp_path, with_callback=True, resumes=True, max_steps=20, **named)
     assert (Run(own).steps(), Run(replica).newest()) == ([16, 20], 20)
     assert 8 not in Run(replica).steps()
-    expected = trained(tmp_path / "straight", ours=True, max_steps=20)
+    expected = trained(tmp_path / "straight", with_callback=True, max_steps=20)
     assert all(map(torch.equal, parameters_of(trainer.model), parameters_of(expected.model)))
 
 
@@ -273,7 +273,7 @@ def test_a_step_beyond_the_limit_stays_until_slower_tiers_have_it(
 ) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
     options = CheckpointerOptions(tiers=(Tier(s3_url),))
-    trained(tmp_path, ours=True, options=options, max_steps=12, save_total_limit=1)
+    trained(tmp_path, with_callback=True, options=options, max_steps=12, save_total_limit=1)
     assert Run(tmp_path / "run").steps() == [12]
     assert {4, 12} <= {*Run(s3_url).steps()}
 
@@ -291,7 +291,7 @@ def test_a_last_save_that_failed_is_made_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Run, "has_saved", has_saved, raising=False)
     blocked.parent.mkdir()
     blocked.write_text("")
-    trained(tmp_path, ours=True, max_steps=8)
+    trained(tmp_path, with_callback=True, max_steps=8)
     assert Run(tmp_path / "run").steps() == [4, 8]
     assert main(["verify", str(tmp_path / "run")]) == 0
 
@@ -299,7 +299,7 @@ def test_a_last_save_that_failed_is_made_again(tmp_path: Path, monkeypatch: pyte
 def test_a_callback_of_another_trainer_is_named(tmp_path: Path) -> None:
     from ckptkit.torch import HfTrainerCallback
 
-    trainer = trained(tmp_path, ours=False, max_steps=1)
+    trainer = trained(tmp_path, with_callback=False, max_steps=1)
     with pytest.raises(UserError, match="the callback is not the Trainer's"):
         HfTrainerCallback(tmp_path / "run").resume(trainer)
 
@@ -310,7 +310,7 @@ def test_what_others_put_into_the_trainers_state_is_kept_as_the_trainer_keeps_it
     class Keeps(transformers.TrainerCallback):  # type: ignore[misc]
         """A callback with a place of its own in the state, which is not one of the exportable ones."""
 
-        found: Any = None
+        wrapped: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             self.found = state.stateful_callbacks.get("kept")
@@ -319,11 +319,11 @@ def test_what_others_put_into_the_trainers_state_is_kept_as_the_trainer_keeps_it
             state.stateful_callbacks["kept"] = {"step": state.global_step}
 
     options = {"max_steps": 2, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    for ours in (False, True):
+    for with_callback in (False, True):
         for expected in (None, {"step": 2}):
             saves, keeps = HfTrainerCallback(tmp_path / "run"), Keeps()
-            arguments = transformers.TrainingArguments(str(tmp_path / str(ours)), **options)
-            callbacks = [saves, keeps] if ours else [keeps]
+            arguments = transformers.TrainingArguments(str(tmp_path / str(with_callback)), **options)
+            callbacks = [saves, keeps] if with_callback else [keeps]
             trainer = transformers.Trainer(Small(), arguments, train_dataset=Samples(), callbacks=callbacks)
-            trainer.train(resume_from_checkpoint=saves.resume(trainer) if ours else expected is not None)
+            trainer.train(resume_from_checkpoint=saves.resume(trainer) if with_callback else expected is not None)
             assert keeps.found == expected

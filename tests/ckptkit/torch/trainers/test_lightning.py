@@ -45,21 +45,27 @@ class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)}
 
 
-def trainer_of(folder: Path, options: list[dict[str, Any]], *, ours: bool, **named: Any) -> Any:
+def trainer_of(folder: Path, options: list[dict[str, Any]], *, with_ckptkit: bool, **named: Any) -> Any:
     from ckptkit.torch import LightningCheckpointIO
 
     saving = [callbacks.ModelCheckpoint(**{"dirpath": folder / "own", **each}) for each in options]
     return lightning.Trainer(
-        plugins=[LightningCheckpointIO(folder / "run")] if ours else [], callbacks=saving, logger=False,
+        plugins=[LightningCheckpointIO(folder / "run")] if with_ckptkit else [], callbacks=saving, logger=False,
         accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         default_root_dir=folder, **{"max_epochs": 6, **named},
     )  # fmt: skip
 
 
 def fitted(
-    folder: Path, options: list[dict[str, Any]], *, ours: bool, fails_at: int = -1, resume: Any = None, **named: Any
+    folder: Path,
+    options: list[dict[str, Any]],
+    *,
+    with_ckptkit: bool,
+    fails_at: int = -1,
+    resume: Any = None,
+    **named: Any,
 ) -> Any:
-    trainer, module = trainer_of(folder, options, ours=ours, **named), Module(fails_at)
+    trainer, module = trainer_of(folder, options, with_ckptkit=with_ckptkit, **named), Module(fails_at)
     loader = torch.utils.data.DataLoader(Samples(), batch_size=8)
     torch.manual_seed(7)
     with pytest.raises(RuntimeError, match="planned") if fails_at >= 0 else nullcontext():
@@ -81,20 +87,20 @@ def shown(folder: Path, trainer: Any) -> list[Any]:
 
 def contents(folder: Path, trainer: Any) -> dict[str, Any]:
     """Return what each name loads as: step, epoch, keys, weights, optimizer, and what callbacks and loops say."""
-    found = {}
+    results = {}
     for name in names_in(folder):
         path = folder / name
         try:
             loaded = trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=False)
         except (OSError, UserError):
-            found[name] = "cannot be loaded"
+            results[name] = "cannot be loaded"
             continue
         text = {key: loaded.get(key) for key in ("global_step", "epoch", "callbacks", "loops", "lr_schedulers")}
         optimizer = loaded.get("optimizer_states")
-        found[name] = (
+        results[name] = (
             sorted(loaded), str(text).replace(str(folder), ""), str(dict(loaded["state_dict"])), str(optimizer),
         )  # fmt: skip
-    return found
+    return results
 
 
 BEST = {"filename": "best-{step}", "monitor": "val/score"}
@@ -165,7 +171,10 @@ def test_names_and_what_they_load_are_those_of_lightning(tmp_path: Path, case: s
     trainers, folders = {}, {}
     for ours in (False, True):
         folder = tmp_path / ("ours" if ours else "them")
-        folders[ours], trainers[ours] = folder, fitted(folder, options_of(CASES[case], folder), ours=ours, **named)
+        folders[ours], trainers[ours] = (
+            folder,
+            fitted(folder, options_of(CASES[case], folder), with_ckptkit=ours, **named),
+        )
     assert names_in(folders[True]) == names_in(folders[False])
     assert shown(folders[True], trainers[True]) == shown(folders[False], trainers[False])
     expected = contents(folders[False], trainers[False])
@@ -185,16 +194,16 @@ def test_a_training_that_goes_back_keeps_the_steps_of_both(tmp_path: Path) -> No
     ends = []
     for ours in (False, True):
         folder = tmp_path / ("ours" if ours else "them")
-        fitted(folder, options, ours=ours, fails_at=13)  # after step 12 was saved
+        fitted(folder, options, with_ckptkit=ours, fails_at=13)  # after step 12 was saved
         found = []
         for num_epochs in (3, 4, 6):
-            trainer = fitted(folder, options, ours=ours, max_epochs=num_epochs, resume=folder / "own/last.ckpt")
+            trainer = fitted(folder, options, with_ckptkit=ours, max_epochs=num_epochs, resume=folder / "own/last.ckpt")
             found.append((names_in(folder), shown(folder, trainer), contents(folder, trainer)))
         ends.append(found)
     assert ends[0] == ends[1]
     assert Run(tmp_path / "ours" / "run" / "again-1").steps() == [12]
     with pytest.raises(UserError, match="holds step 30, and the training, which did not load it, saves step 2"):
-        fitted(tmp_path / "ours", options, ours=True)
+        fitted(tmp_path / "ours", options, with_ckptkit=True)
 
 
 @pytest.mark.parametrize("resume", ["last", "name", "link", "best"])
@@ -207,9 +216,9 @@ def test_it_goes_on_as_from_its_own_files(tmp_path: Path, resume: str) -> None:
     ends = []
     for ours in (False, True):
         folder = tmp_path / ("ours" if ours else "them")
-        first = fitted(folder, options, ours=ours, max_epochs=2)
+        first = fitted(folder, options, with_ckptkit=ours, max_epochs=2)
         path = {"name": str(folder / "own" / "s-step=10.ckpt"), "best": first.checkpoint_callback.best_model_path}
-        trainer = fitted(folder, options, ours=ours, max_epochs=4, resume=path.get(resume, "last"))
+        trainer = fitted(folder, options, with_ckptkit=ours, max_epochs=4, resume=path.get(resume, "last"))
         ends.append(
             (names_in(folder), shown(folder, trainer), str(parameters_of(trainer.model)), contents(folder, trainer))
         )
@@ -218,38 +227,38 @@ def test_it_goes_on_as_from_its_own_files(tmp_path: Path, resume: str) -> None:
 
 def test_a_run_and_its_steps_are_addresses(tmp_path: Path) -> None:
     options: list[dict[str, Any]] = [{"every_n_train_steps": 4, "save_top_k": 2, "monitor": "step", "mode": "max"}]
-    fitted(tmp_path / "them", options, ours=False, max_steps=8)
+    fitted(tmp_path / "them", options, with_ckptkit=False, max_steps=8)
     file = tmp_path / "them/own/epoch=1-step=8.ckpt"
-    expected = parameters_of(fitted(tmp_path / "them", options, ours=False, max_steps=12, resume=file).model)
+    expected = parameters_of(fitted(tmp_path / "them", options, with_ckptkit=False, max_steps=12, resume=file).model)
     run = tmp_path / "ours" / "run"
-    fitted(tmp_path / "ours", options, ours=True, max_steps=8)
+    fitted(tmp_path / "ours", options, with_ckptkit=True, max_steps=8)
     shutil.rmtree(tmp_path / "ours" / "own")  # the run knows the names too
     for folder, resume in (("more", run), ("other", run / "step-000000008"), ("own", file)):
-        trainer = fitted(tmp_path / folder, options, ours=True, max_steps=12, resume=resume)
+        trainer = fitted(tmp_path / folder, options, with_ckptkit=True, max_steps=12, resume=resume)
         assert all(map(torch.equal, parameters_of(trainer.model), expected))
     name = tmp_path / "ours/own/epoch=1-step=8.ckpt"
-    trainer = fitted(tmp_path / "ours", options, ours=True, max_steps=12, resume=name)
+    trainer = fitted(tmp_path / "ours", options, with_ckptkit=True, max_steps=12, resume=name)
     assert all(map(torch.equal, parameters_of(trainer.model), expected))
     assert Run(run).steps() == [8, 12]
 
 
 def test_damaged_steps_are_passed_over_and_saved_again(tmp_path: Path) -> None:
     options: list[dict[str, Any]] = [{"every_n_train_steps": 4, "save_top_k": -1}]
-    fitted(tmp_path, options, ours=True, max_steps=8)
+    fitted(tmp_path, options, with_ckptkit=True, max_steps=8)
     damage(tmp_path / "run" / "step-000000008")
     with pytest.raises(CheckFailed, match="step-000000008"):
-        fitted(tmp_path, options, ours=True, max_steps=12, resume=tmp_path / "own/epoch=1-step=8.ckpt")
-    fitted(tmp_path, options, ours=True, max_steps=12, resume=tmp_path / "run")
+        fitted(tmp_path, options, with_ckptkit=True, max_steps=12, resume=tmp_path / "own/epoch=1-step=8.ckpt")
+    fitted(tmp_path, options, with_ckptkit=True, max_steps=12, resume=tmp_path / "run")
     assert Run(tmp_path / "run").steps() == [4, 8, 12]
     assert main(["verify", str(tmp_path / "run")]) == 0
 
 
 def test_a_run_without_names_goes_on(tmp_path: Path) -> None:
     options: list[dict[str, Any]] = [{"every_n_train_steps": 4, "save_top_k": 1, "monitor": "step", "mode": "max"}]
-    fitted(tmp_path, options, ours=True, max_steps=8)
+    fitted(tmp_path, options, with_ckptkit=True, max_steps=8)
     (tmp_path / "run" / "names.json").unlink()
     shutil.rmtree(tmp_path / "own")
-    fitted(tmp_path, options, ours=True, max_steps=12, resume=tmp_path / "own/epoch=1-step=8.ckpt")
+    fitted(tmp_path, options, with_ckptkit=True, max_steps=12, resume=tmp_path / "own/epoch=1-step=8.ckpt")
     assert names_in(tmp_path) == {"own/epoch=2-step=12.ckpt": None}
     assert 12 in Run(tmp_path / "run").steps()
 
@@ -257,7 +266,7 @@ def test_a_run_without_names_goes_on(tmp_path: Path) -> None:
 def test_names_move_with_their_files(tmp_path: Path) -> None:
     from ckptkit.torch import LightningCheckpointIO
 
-    fitted(tmp_path, [{"filename": "a", "save_last": True}], ours=True, max_epochs=1)
+    fitted(tmp_path, [{"filename": "a", "save_last": True}], with_ckptkit=True, max_epochs=1)
     shutil.copytree(tmp_path / "own", tmp_path / "copied")
     shutil.move(tmp_path / "own", tmp_path / "moved")
     for folder in ("copied", "moved"):

@@ -13,7 +13,7 @@ from threefold.errors import UserError
 NUM_STEPS, STOP_AT = 10, 7
 
 
-def accelerated(folder: Path, num_steps: int, *, ours: bool) -> list[torch.Tensor]:
+def accelerated(folder: Path, num_steps: int, *, with_ckptkit: bool) -> list[torch.Tensor]:
     """Train by Accelerate, from where the files in a folder are, or the run there; return the weights."""
     from accelerate import Accelerator
 
@@ -26,7 +26,7 @@ def accelerated(folder: Path, num_steps: int, *, ours: bool) -> list[torch.Tenso
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": True}
     begin = STOP_AT if num_steps > STOP_AT else 0
     with Run(folder / "run") as run:
-        if begin and ours:
+        if begin and with_ckptkit:
             run.load(state)
         elif begin:
             accelerator.load_state(str(folder / "own"))
@@ -37,7 +37,7 @@ def accelerated(folder: Path, num_steps: int, *, ours: bool) -> list[torch.Tenso
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        if ours:
+        if with_ckptkit:
             run.save(num_steps, state)
         else:
             accelerator.save_state(str(folder / "own"))
@@ -50,9 +50,9 @@ def test_a_loop_of_accelerate_goes_on_as_from_its_own_files(tmp_path: Path) -> N
     ends = []
     for ours in (False, True):
         torch.manual_seed(3)
-        accelerated(tmp_path, STOP_AT, ours=ours)
+        accelerated(tmp_path, STOP_AT, with_ckptkit=ours)
         torch.manual_seed(4)  # a start has other random numbers, until it loads those of the save
-        ends.append(accelerated(tmp_path, NUM_STEPS, ours=ours))
+        ends.append(accelerated(tmp_path, NUM_STEPS, with_ckptkit=ours))
     assert all(map(torch.equal, *ends))
 
 

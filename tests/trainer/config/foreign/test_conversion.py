@@ -83,7 +83,7 @@ def test_the_printed_file_says_what_the_flags_say(tmp_path: Path, capsys: pytest
 
 def test_defaults_of_megatron_are_written_down(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--num-layers 2 --train-iters 3 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --lr 1"
-    text, said = converted(capsys, line)
+    text, printed = converted(capsys, line)
     tables = tomllib.loads(text)
     assert (
         tables["model"] | {"norm": "layernorm", "activation": "gelu", "bias": True, "tie_embeddings": True}
@@ -95,7 +95,7 @@ def test_defaults_of_megatron_are_written_down(capsys: pytest.CaptureFixture[str
     assert tables["train"]["global_batch_size"] == 1
     assert tables["optim"]["schedule"] == "linear"
     assert 'schedule = "linear"  # the default of Megatron-LM' in text
-    assert "is named that validates" not in said
+    assert "is named that validates" not in printed
 
 
 def test_a_schedule_of_megatron_is_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,15 +112,15 @@ def test_a_schedule_of_megatron_is_ours(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_script_is_read_without_running_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT)
-    text, said = converted(capsys, path)
+    text, printed = converted(capsys, path)
     tables = tomllib.loads(text)
     assert (tables["model"]["num_layers"], tables["train"]["precision"], tables["optim"]["lr"]) == (4, "bf16", 0.01)
     assert (tables["train"]["global_batch_size"], tables["data"]["stores"]) == (16, ["store"])
     start = "trainer launch --nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train"
     assert f"# To start it: {start} FILE.toml" in text
-    assert "checkpoint.save = $1/run" in said
-    assert "wandb" not in text + said
-    assert "--fp16" not in text + said
+    assert "checkpoint.save = $1/run" in printed
+    assert "wandb" not in text + printed
+    assert "--fp16" not in text + printed
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,13 @@ def test_the_configuration_is_never_taken_for_a_value(place: int) -> None:
 
 
 def _groups(words: list[str]) -> list[list[str]]:
-    found: list[list[str]] = []
+    rows: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
-            found.append([word])
+            rows.append([word])
         else:
-            found[-1].append(word)
-    return found
+            rows[-1].append(word)
+    return rows
 
 
 @pytest.mark.ci
