@@ -37,6 +37,7 @@ from threefold.closing import Closing
 from threefold.errors import StorageError, UserError
 
 DEFAULTS = CheckpointerOptions()
+GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
 MAX_SAVES = 10**9  # whose attempts have names of their own
 
 
@@ -45,8 +46,6 @@ class Checkpointer(Closing):
 
     `attempt` is one start's name, on all ranks. No pruning takes the steps `needed`. One thread at a time calls it.
     """
-
-    _give_up_within_s = 2.0  # a writer that does not give a save up within this is killed
 
     def __init__(
         self, url: str, *, rank: int = 0, world_size: int = 1, attempt: str,
@@ -64,7 +63,7 @@ class Checkpointer(Closing):
         check_attempt(f"{attempt}-{MAX_SAVES}")
         self._options, self.counts = options, SaveCounts()
         self._code = options.code or git_commit()
-        self._closed, self._process_id = False, os.getpid()
+        self._closed, self._process_id, self._give_up_within_s = False, os.getpid(), GIVE_UP_WITHIN_S
         self._share = Share(node.first_writer, node.num_local, world_size) if node else None
         tiers = open_tiers(storage, options.tiers)
         self._num_saves, self._num_failed, self._last_error = 0, 0, ""

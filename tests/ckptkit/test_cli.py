@@ -15,6 +15,7 @@ from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.tensor import TensorInfo
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.support.printed import printed
 from threefold.storage import open_storage
 
 LAYERS = 3
@@ -33,12 +34,7 @@ def run_url(tmp_path: Path) -> str:
 
 
 def call(capsys: Capture, *argv: str) -> tuple[int, str, str]:
-    try:
-        code = main(argv)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return printed(main, argv, capsys)
 
 
 def test_ls_lists_committed_steps_only(capsys: Capture, run_url: str) -> None:

@@ -2,27 +2,18 @@
 
 import dataclasses
 import subprocess
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.support.printed import printed
 from tests.test_help import KITS
 from threefold.options import leaves
 from threefold.verbs import summary
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
-
-
-def printed(main: Callable[[list[str]], int], argv: list[str], capsys: Capture) -> tuple[int, str, str]:
-    try:
-        code = main(argv)
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize("kit", KITS)

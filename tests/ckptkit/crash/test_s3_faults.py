@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckptkit.format.keys import ROOT_KEY
+from ckptkit.handoff.report import SaveReport
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from tests.ckptkit.support.model_tables import gpt_tensors
 from tests.ckptkit.support.saves import SMALL, newest_good, save_one, save_whole, wait_until
@@ -73,16 +74,22 @@ def _faults(fast: Iterable[Fault], slow: Iterable[Fault]) -> list[Any]:
     ]
 
 
+def saved_under(fault: Fault, proxy: FaultProxy, checkpointer: Checkpointer) -> SaveReport:
+    """Save step 2 under a fault, which is then over."""
+    proxy.fault = fault
+    save_one(checkpointer, 2, SMALL, scale=2)
+    report = checkpointer.wait()[0]
+    proxy.fault = Fault()
+    return report
+
+
 @pytest.mark.parametrize("fault", _faults(PASSING, SLOWLY_PASSING))
 def test_a_fault_that_passes_costs_no_save(
     s3_proxy: FaultProxy, s3_url: str, checkpointer: Checkpointer, fault: Fault
 ) -> None:
-    s3_proxy.fault = fault
-    save_one(checkpointer, 2, SMALL, scale=2)
-    report = checkpointer.wait()[0]
+    report = saved_under(fault, s3_proxy, checkpointer)
     assert s3_proxy.num_faults
     assert report.ok, report.error
-    s3_proxy.fault = Fault()
     assert newest_good(s3_url, SMALL) == 2
 
 
@@ -91,10 +98,7 @@ def test_a_fault_that_passes_costs_no_save(
 def test_a_fault_that_lasts_costs_one_save(
     s3_proxy: FaultProxy, s3_url: str, checkpointer: Checkpointer, fault: Fault
 ) -> None:
-    s3_proxy.fault = fault
-    save_one(checkpointer, 2, SMALL, scale=2)
-    report = checkpointer.wait()[0]
-    s3_proxy.fault = Fault()
+    report = saved_under(fault, s3_proxy, checkpointer)
     assert not report.ok
     assert f"127.0.0.1:{s3_proxy.port}" in report.error
     assert newest_good(s3_url, SMALL) == 1

@@ -164,21 +164,28 @@ def test_a_byte_flipped_on_the_wire_is_found(s3_proxy: FaultProxy, s3_url: str) 
         assert_restored(pieces, pieces_of(tensors, ONE, 0, values(tensors)))
 
 
+LARGE = gpt_tensors(hidden=256, ffn=1024, vocab=16_000)
+
+
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
+def large_run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a run with step 1 of the large model."""
+    url = str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_url")
+    assert save_whole(url, 1, LARGE).ok
+    return url
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
-def test_a_rank_reads_little_more_than_its_part(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
-    tensors = gpt_tensors(hidden=256, ffn=1024, vocab=16_000)
-    url = str(tmp_path / "run") if place == "local" else request.getfixturevalue("s3_url")
-    assert save_whole(url, 1, tensors).ok
+def test_a_rank_reads_little_more_than_its_part(large_run: str) -> None:
     layout = ParallelLayout(tp=1, pp=3, dp=2)
     for rank in (0, 3):
-        pieces = pieces_of(tensors, layout, rank)
+        pieces = pieces_of(LARGE, layout, rank)
         needed = sum(piece.data.nbytes for piece in pieces)
-        with CheckpointReader(open_storage(url), 1) as reader:
+        with CheckpointReader(open_storage(large_run), 1) as reader:
             restore_from(reader, pieces)
             runs = 3 * 2  # parameters and two moments, each a few stretches of the file
             assert needed < reader.bytes_read < needed + 2 * runs * 4 * GRANULE_BYTES
-        assert_restored(pieces, pieces_of(tensors, layout, rank, values(tensors)))
+        assert_restored(pieces, pieces_of(LARGE, layout, rank, values(LARGE)))
 
 
 MEASURE = """
@@ -199,15 +206,11 @@ print(needed, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 10
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
-def test_a_rank_holds_little_more_than_its_part(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
-    tensors = gpt_tensors(hidden=256, ffn=1024, vocab=16_000)
-    url = str(tmp_path / "run") if place == "local" else request.getfixturevalue("s3_url")
-    assert save_whole(url, 1, tensors).ok
-    command = [sys.executable, "-c", MEASURE, url]
+def test_a_rank_holds_little_more_than_its_part(large_run: str) -> None:
+    command = [sys.executable, "-c", MEASURE, large_run]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
     needed, grown = map(int, done.stdout.split())
-    assert sum(info.size_bytes for info in tensors) > 10 * needed
+    assert sum(info.size_bytes for info in LARGE) > 10 * needed
     assert grown < needed + (64 << 20)
 
 

@@ -14,6 +14,7 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.copy import copy_step
 from ckptkit.rewrite.reshard import reshard
 from tests.ckptkit.support.small_steps import save_ranks
+from tests.support.interrupted import interrupted
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage, open_storage
 from threefold.storage.memory import MemoryStorage
@@ -37,18 +38,6 @@ def alone(verb: Verb, reader: CheckpointReader) -> dict[str, bytes]:
     storage = MemoryStorage()
     verb(reader, storage)
     return objects_of(storage)
-
-
-def interrupted(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, act: Callable[[], None]) -> None:
-    """Let another machine act just before the next call of a method."""
-    usual = getattr(owner, method)
-
-    def call(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(owner, method, usual)
-        act()
-        return usual(*args, **options)
-
-    monkeypatch.setattr(owner, method, call)
 
 
 def test_of_two_exports_into_one_folder_the_second_is_refused(

@@ -1,8 +1,5 @@
 """Only committed steps are listed, and addresses mean what the design says."""
 
-import uuid
-from pathlib import Path
-
 import pytest
 
 from ckptkit.loading.roots import latest_step
@@ -10,13 +7,6 @@ from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.run import resolve
 from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
-
-
-@pytest.fixture(params=["local", "memory", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "s3":
-        return request.getfixturevalue("s3_url")
-    return str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
 
 
 def test_only_folders_with_a_root_are_committed_steps(url: str) -> None:

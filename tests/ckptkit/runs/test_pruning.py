@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +20,6 @@ from tests.ckptkit.support.steps import DAY_S, LAST, Watched, age, checked_recor
 from threefold.storage import Storage, open_storage
 
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-
-
-@pytest.fixture(params=["local", "s3", "memory"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    if request.param == "s3":
-        return open_storage(request.getfixturevalue("s3_url"))
-    return open_storage(tmp_path / "run" if request.param == "local" else f"memory://{uuid.uuid4().hex}")
 
 
 def test_steps_that_no_rule_keeps_go_with_all_their_files(storage: Storage) -> None:

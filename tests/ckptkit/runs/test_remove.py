@@ -1,6 +1,5 @@
 """Steps removed by name: roots first, nothing but the format's files, and neither what is pinned nor the newest."""
 
-import uuid
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from tests.ckptkit.support.steps import Watched, keys, write_steps
 from threefold.errors import UserError
 from threefold.storage import Storage, open_storage
 from threefold.storage.memory import MemoryStorage
-
-
-@pytest.fixture(params=["local", "s3", "memory"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    if request.param == "s3":
-        return open_storage(request.getfixturevalue("s3_url"))
-    return open_storage(tmp_path / "run" if request.param == "local" else f"memory://{uuid.uuid4().hex}")
 
 
 def test_steps_go_with_their_files_and_no_others(storage: Storage) -> None:

@@ -1,7 +1,6 @@
 """A Run finds, reads and quarantines committed steps, on every kind of storage, and remembers nothing."""
 
 import errno
-import uuid
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,6 @@ from tests.ckptkit.support.model_tables import values
 from tests.ckptkit.support.saves import ONE, SMALL, assert_restored, pieces_of, save_whole
 from threefold.errors import StorageError, UserError
 from threefold.storage.local import LocalStorage, local_failure
-
-
-@pytest.fixture(params=["local", "memory", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "s3":
-        return request.getfixturevalue("s3_url")
-    return str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
 
 
 def test_steps_are_found_as_they_come_and_go(url: str) -> None:

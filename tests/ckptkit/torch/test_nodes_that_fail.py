@@ -69,18 +69,18 @@ def test_a_step_that_one_node_did_not_save_is_not_saved_and_can_be_saved_again(t
 
     def work(run: Run, rank: int) -> list[bool]:
         run.save(1, state_of(rank, 1))
-        found = [run.has_saved(1)]
+        answers = [run.has_saved(1)]
         if rank == 1:
             in_the_way.write_text("")
         run.has_saved(1)
         for _ in range(2):
             run.save(2, state_of(rank, 2))
-            found.append(run.has_saved(2))
+            answers.append(run.has_saved(2))
             with suppress(StorageError):
                 run.wait()
             if rank == 1 and in_the_way.is_file():
                 in_the_way.unlink()
-        return found
+        return answers
 
     assert job.run(work) == [[True, False, True]] * 2
     assert [report.step for report in job.load()] == [2, 2]

@@ -4,7 +4,6 @@ import json
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from datakit.format.output import Output
 from datakit.store.writer import StoreShardWriter
 from tests.datakit.conftest import documents_of, files_of
 from tests.datakit.foreign.test_mosaic import write_mds
+from tests.support.interrupted import Ends, end_after
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 
@@ -111,36 +111,20 @@ def test_a_killed_conversion_is_continued(tmp_path: Path, tokenizer_path: str, m
     choices = Choices(tokenizer_path, pieces=Pieces(group_bytes=1))
     source = write_rows(tmp_path / "in", [[i, i + 1] for i in range(9)])
     whole = files_of(from_mds([source], tmp_path / "whole", choices).path)
-    write, adopt, left, steps_taken = Output.write, Output.adopt, 0, 0
-
-    def step() -> None:
-        nonlocal left, steps_taken
-        if not left:
-            raise KeyboardInterrupt
-        left, steps_taken = left - 1, steps_taken + 1
-
-    def write_some(self: Output, key: str, content: bytes) -> None:
-        step()
-        write(self, key, content)
-
-    def adopt_some(self: Output, folder: str, files: Sequence[Path]) -> None:
-        step()
-        adopt(self, folder, files)
-
     for steps in range(8):  # 3 groups are moved, then noted, each; the tokenizer's copy; the manifest
         output = tmp_path / str(steps)
-        left = steps
         with monkeypatch.context() as patch:
-            patch.setattr(Output, "write", write_some)
-            patch.setattr(Output, "adopt", adopt_some)
-            with pytest.raises(KeyboardInterrupt):
+            end_after(patch, steps, Output, "write", "adopt")
+            with pytest.raises(Ends):
                 from_mds([source], output, choices)
-            if steps:
-                with pytest.raises(UserError, match="was begun from other sources"):
-                    from_mds([source], output, Choices(tokenizer_path, documents="eod"))
-            left, steps_taken = 99, 0
+        if steps:
+            with pytest.raises(UserError, match="was begun from other sources"):
+                from_mds([source], output, Choices(tokenizer_path, documents="eod"))
+        with monkeypatch.context() as patch:
+            passed = end_after(patch, 99, Output, "write", "adopt")
             from_mds([source], output, choices)
-            assert steps_taken == 8 - steps // 2 * 2 - (steps == 7)  # what was noted, or is there, is not made again
+        # what was noted, or is there, is not made again
+        assert len(passed) == 8 - steps // 2 * 2 - (steps == 7)
         assert files_of(output) == whole
         assert documents_of(TokenStore.open(output)) == [[i, i + 1] for i in range(9)]
     before = files_of(tmp_path / "whole")
@@ -154,29 +138,22 @@ def test_a_conversion_to_s3_that_was_killed_is_continued(
     tmp_path: Path, tokenizer_path: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, num_uploads: int
 ) -> None:
     choices = Choices(tokenizer_path, pieces=Pieces(group_bytes=1))
-    source, upload, left, uploaded = write_rows(tmp_path / "in", [[i, i + 1] for i in range(6)]), Output.upload, 0, 0
-
-    def upload_some(self: Output, *arguments: Any, **options: Any) -> None:
-        nonlocal left, uploaded
-        if not left:
-            raise KeyboardInterrupt
-        left, uploaded = left - 1, uploaded + 1
-        upload(self, *arguments, **options)
+    source = write_rows(tmp_path / "in", [[i, i + 1] for i in range(6)])
 
     def kill(*_: object) -> None:
         raise KeyboardInterrupt
 
     local = from_mds([source], tmp_path / "local", choices)
-    monkeypatch.setattr(Output, "upload", upload_some)
-    left = num_uploads
     with monkeypatch.context() as patch:
+        end_after(patch, num_uploads, Output, "upload")
         patch.setattr(Output, "commit", kill)
         with pytest.raises(KeyboardInterrupt):
             from_mds([source], s3_url, choices)
     assert not open_storage(s3_url).info("manifest.json")
-    left, uploaded = 99, 0
-    found = from_mds([source], s3_url, choices)
-    assert uploaded == 6 - num_uploads // 3 * 3  # a group that was noted is not uploaded again
+    with monkeypatch.context() as patch:
+        passed = end_after(patch, 99, Output, "upload")
+        found = from_mds([source], s3_url, choices)
+    assert len(passed) == 6 - num_uploads // 3 * 3  # a group that was noted is not uploaded again
     storage = open_storage(s3_url)
     assert {info.key: storage.read(info.key) for info in storage.list()} == files_of(local.path)
     assert found.place == s3_url

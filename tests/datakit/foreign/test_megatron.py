@@ -16,6 +16,7 @@ from datakit.foreign.megatron import from_megatron, to_megatron
 from datakit.format.output import Output
 from datakit.format.shard import DTYPE_CODES, HEADER, MAGIC, VERSION, ShardWriter
 from tests.datakit.conftest import Cli, files_of
+from tests.support.interrupted import Ends, end_after
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
 
@@ -125,29 +126,11 @@ def test_a_killed_conversion_is_continued(
 ) -> None:
     prefixes = [write_dataset(tmp_path / name, DOCUMENTS) for name in "ab"]
     whole = files_of(from_megatron(prefixes, tmp_path / "whole", Choices(tokenizer_path), copy=copy).path)
-    place, adopt, left = Output.place_file, Output.adopt, 0
-
-    def step() -> None:
-        nonlocal left
-        if not left:
-            raise KeyboardInterrupt
-        left -= 1
-
-    def place_some(self: Output, *arguments: object, **options: object) -> None:
-        step()
-        place(self, *arguments, **options)  # type: ignore[arg-type]
-
-    def adopt_some(self: Output, folder: str, files: Sequence[Path]) -> None:
-        step()
-        adopt(self, folder, files)
-
     for steps in range(4):
         output = tmp_path / str(steps)
-        left = steps
         with monkeypatch.context() as patch:
-            patch.setattr(Output, "place_file", place_some)
-            patch.setattr(Output, "adopt", adopt_some)
-            with pytest.raises(KeyboardInterrupt):
+            end_after(patch, steps, Output, "place_file", "adopt")
+            with pytest.raises(Ends):
                 from_megatron(prefixes, output, Choices(tokenizer_path), copy=copy)
         if any(output.glob("*.bin")):  # before, nothing was made that another could spoil
             with pytest.raises(UserError, match="was begun from other sources"):

@@ -89,20 +89,25 @@ def upload(store: TokenStore, url: str) -> None:
         storage.write(name, content)
 
 
+@pytest.fixture
+def uploaded(store: TokenStore, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of the store behind a server that is given up on soon."""
+    upload(store, s3_url)
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client's own pauses are long
+    return s3_url
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("fault", ["503", "reset", "cut", pytest.param("stall", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", ["packing.json", "starts.bin", "ends.bin"])
 def test_an_index_is_read_through_passing_faults(
-    store: TokenStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
-    file: str, fault: str,
-) -> None:  # fmt: skip
-    upload(store, s3_url)
-    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client's own pauses are long
+    store: TokenStore, tmp_path: Path, uploaded: str, s3_proxy: FaultProxy, file: str, fault: str
+) -> None:
     for number, (method, after_bytes) in enumerate((("HEAD", 0), ("GET", 0), ("GET", 40))):
         s3_proxy.num_faults = 0
         s3_proxy.fault = Fault(fault, method=method, target=f"{NAME}/{file}", times=1, after_bytes=after_bytes)
-        remote = opened(s3_url, tmp_path, cache=str(tmp_path / f"cache{number}"))
+        remote = opened(uploaded, tmp_path, cache=str(tmp_path / f"cache{number}"))
         assert remote.fingerprint == store.fingerprint
         assert s3_proxy.num_faults == 1
 
@@ -111,17 +116,13 @@ def test_an_index_is_read_through_passing_faults(
 @pytest.mark.parametrize("fault", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", ["packing.json", "starts.bin", "ends.bin"])
 def test_lasting_faults_of_an_index_are_one_error_that_names_the_file(
-    store: TokenStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
-    file: str, fault: str,
-) -> None:  # fmt: skip
-    upload(store, s3_url)
-    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    tmp_path: Path, uploaded: str, s3_proxy: FaultProxy, file: str, fault: str
+) -> None:
     for method, doing in (("HEAD", "look up"), ("GET", "read")):
         s3_proxy.num_faults = 0
         s3_proxy.fault = Fault(fault, method=method, target=f"{NAME}/{file}", after_bytes=40 * (method == "GET"))
-        with pytest.raises(StorageError, match=rf"^cannot {doing} {s3_url}/{NAME}/{file}: \S"):
-            opened(s3_url, tmp_path)
+        with pytest.raises(StorageError, match=rf"^cannot {doing} {uploaded}/{NAME}/{file}: \S"):
+            opened(uploaded, tmp_path)
         assert 2 <= s3_proxy.num_faults <= 5  # repeated, and not for ever
 
 

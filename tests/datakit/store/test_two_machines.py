@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from datakit.foreign.megatron import to_megatron
 from datakit.format import output as outputs
 from datakit.format.output import Output
 from tests.datakit.conftest import write_jsonl
+from tests.support.interrupted import interrupted
 from threefold.errors import UserError
 from threefold.storage import open_storage
 
@@ -54,18 +54,6 @@ def objects_of(url: str) -> dict[str, bytes]:
     return {info.key: storage.read(info.key) for info in storage.list() if info.key != ".sources.json"}
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, method: str, act: Callable[[], None]) -> None:
-    """Let another machine act just before the next call of a method of outputs."""
-    usual = getattr(Output, method)
-
-    def call(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(Output, method, usual)
-        act()
-        return usual(*args, **options)
-
-    monkeypatch.setattr(Output, method, call)
-
-
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
@@ -81,7 +69,7 @@ def test_of_two_runs_of_other_input_the_second_ends_with_the_name_of_the_first(
         faults.append("refused")
         machines("first")
 
-    interrupted(monkeypatch, "commit", other)
+    interrupted(monkeypatch, Output, "commit", other)
     verb(stores[0], f"{s3_url}/out")
     assert faults == ["refused"]
     verb(stores[0], f"{s3_url}/alone")
@@ -99,7 +87,7 @@ def test_a_run_that_looked_before_another_was_complete_leaves_that_as_it_is(
         verb(stores[1], f"{s3_url}/out")
         machines("first")
 
-    interrupted(monkeypatch, "begin", other)
+    interrupted(monkeypatch, Output, "begin", other)
     with pytest.raises(UserError, match="is taken: another run writes it or has just completed it"):
         verb(stores[0], f"{s3_url}/out")
     verb(stores[1], f"{s3_url}/alone")
@@ -132,7 +120,7 @@ def test_two_runs_of_one_input_make_one_store(
         VERBS["preprocess"](stores[0], f"{s3_url}/out")
         machines("first")
 
-    interrupted(monkeypatch, "commit", other)
+    interrupted(monkeypatch, Output, "commit", other)
     VERBS["preprocess"](stores[0], f"{s3_url}/out")
     assert not verify(f"{s3_url}/out")
 

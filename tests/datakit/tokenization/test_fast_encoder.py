@@ -62,17 +62,23 @@ def test_short_documents_pass_the_engine_in_one_call_after_the_first_of_them(
     assert (first.lengths == second.lengths).all()
 
 
-def test_a_text_with_a_drifting_character_goes_to_the_reference(
-    tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, seen = GigatokenEncoder(Path(tokenizer_path)), []
-    usual = JsonTokenizer.encode_batch
+def texts_of_the_reference(patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that takes every text that the reference encodes from now on."""
+    seen, usual = list[str](), JsonTokenizer.encode_batch
 
     def watched(self: JsonTokenizer, texts: list[str]) -> list[np.ndarray]:
         seen.extend(texts)
         return usual(self, texts)
 
-    monkeypatch.setattr(JsonTokenizer, "encode_batch", watched)
+    patch.setattr(JsonTokenizer, "encode_batch", watched)
+    return seen
+
+
+def test_a_text_with_a_drifting_character_goes_to_the_reference(
+    tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = GigatokenEncoder(Path(tokenizer_path))
+    seen = texts_of_the_reference(monkeypatch)
     texts = ["plain", "größe 列車 🙂", "new \U000323b0", "\u0378"]
     sure = [Library.from_file(tokenizer_path).encode(text).ids for text in texts]
     assert [ids.tolist() for ids in engine.encode_batch(texts)] == sure
@@ -82,14 +88,8 @@ def test_a_text_with_a_drifting_character_goes_to_the_reference(
 def test_only_the_drifting_lines_of_a_text_go_to_the_reference_where_lines_stand_apart(
     tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seen = GigatokenEncoder(Path(tokenizer_path)), []
-    usual = JsonTokenizer.encode_batch
-
-    def watched(self: JsonTokenizer, texts: list[str]) -> list[np.ndarray]:
-        seen.extend(texts)
-        return usual(self, texts)
-
-    monkeypatch.setattr(JsonTokenizer, "encode_batch", watched)
+    engine = GigatokenEncoder(Path(tokenizer_path))
+    seen = texts_of_the_reference(monkeypatch)
     text = "a line\n\nthe store.\n  new \U000323b0;\nthe store\n \u0378\n\u0378\nsize 列車\nreturn"
     [ids] = engine.encode_batch([text])
     assert ids.tolist() == Library.from_file(tokenizer_path).encode(text).ids
