@@ -108,7 +108,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are repeated at once."""
-    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.004)
 
 
 @pytest.fixture

@@ -56,7 +56,8 @@ def pack(
     """Make the index of a store in the folder `output`, by default in the store; return the folder and its record.
 
     The same call returns a complete one, and makes one that was killed again. A dry run writes nothing. UserError if
-    the store holds no token or the output something else, CheckFailed if the store's documents are damaged.
+    the store holds no token or the output something else, CheckFailed if the store's documents are damaged. Rows are
+    filled within `window_documents`, which are in memory.
     """
     if window_documents < 1:
         raise UserError(f"windows of {window_documents} documents", hint=f"window_documents={WINDOW_DOCUMENTS}")

@@ -44,7 +44,7 @@ def test_a_request_that_fails_for_good_is_raised() -> None:
 def test_after_the_time_of_three_requests_a_read_is_not_begun_again(
     monkeypatch: pytest.MonkeyPatch, operation: str, num_tries: int
 ) -> None:
-    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "0.0001")  # three of them are shorter than a pause
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "0.001")  # three of them are shorter than a pause
     fault = Fault(TemporaryFailure("not now"))
     storage = RepeatingStorage(FaultStorage(MemoryStorage(), fault))
     with pytest.raises(TemporaryFailure, match="not now"):

@@ -72,8 +72,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tests.ckptkit.torch.trainers.test_hf_trainer import trained
-trained(Path(sys.argv[1]), with_callback=True, resumes=True, max_steps=int(sys.argv[2]), save_steps=3, save_total_limit=2,
-        eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
+trained(Path(sys.argv[1]), with_callback=True, resumes=True, max_steps=int(sys.argv[2]), save_steps=3,
+        save_total_limit=2, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
 """
 
 
