@@ -42,8 +42,8 @@ def save(
     awaits_commit=False they return once their own files are durable: one process can then save all ranks one after
     the other, rank 0 last. `attempt` is a name that all ranks of this save share and no other save uses; one process
     alone needs none. deadline_s bounds the wait for the other ranks' files, and half of the wait for rank 0. What is on
-    a device goes through two buffers of block_bytes. Raise UserError if pieces do not fit the table, AlreadyExists if the
-    step is committed, else StorageError.
+    a device goes through two buffers of block_bytes. Raise UserError if pieces do not fit the table, AlreadyExists if
+    the step is committed, else StorageError.
     """
     check_rank(rank, world_size)
     if attempt is None and world_size > 1:
