@@ -24,7 +24,7 @@ PRONOUNS_LEFT = {
     "ckptkit": 10,
     "trainer": 47,
     "tools": 0,
-    "benchmarks": 36,
+    "benchmarks": 30,
     "tests": 0,
 }
 UNFORMATTED_LEFT = {  # `# fmt: skip`

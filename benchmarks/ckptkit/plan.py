@@ -141,16 +141,16 @@ def json_rows(chunks: ChunkTable, file: str) -> list[dict[str, Any]]:
     return rows
 
 
-def alone(work: Callable[..., str], *given: Any) -> tuple[float, int, str]:
+def alone(work: Callable[..., str], *arguments: Any) -> tuple[float, int, str]:
     """Seconds, growth of peak RSS in bytes, and CPU seconds and result of work in a process of its own, on one core."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measured, (work, given))
+        return pool.apply(measured, (work, arguments))
 
 
-def measured(work: Callable[..., str], given: Any) -> tuple[float, int, str]:
+def measured(work: Callable[..., str], arguments: Any) -> tuple[float, int, str]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     before, started, cpu_started = peak_rss(), time.perf_counter(), time.process_time()
-    said = work(*given)
+    said = work(*arguments)
     cpu_s = time.process_time() - cpu_started
     return time.perf_counter() - started, peak_rss() - before, f"{cpu_s:.2f} CPU s  {said}"
 

@@ -166,13 +166,13 @@ def prepare(folder: Path) -> tuple[Documents, Documents]:
 
 def cut(rows: Documents) -> Documents:
     """Return the documents of packed rows, cut after the end-of-document token."""
-    found: Documents = [[]]
+    documents: Documents = [[]]
     for row in rows:
         for token in row:
-            found[-1].append(token)
+            documents[-1].append(token)
             if token == EOD:
-                found.append([])
-    return [document for document in found if document]
+                documents.append([])
+    return [document for document in documents if document]
 
 
 def datatrove_cases(documents: Documents) -> Cases:
