@@ -94,8 +94,9 @@ def loads(state: State, work: Path, peers: Sequence[str]) -> dict[str, Callable[
                 named[name].copy_(tensor)
 
     ways: dict[str, Callable[[], object]] = {
-        OURS: partial(load_ckptkit, certify=True), UNCERTIFIED: partial(load_ckptkit, certify=False),
-    }  # fmt: skip
+        OURS: partial(load_ckptkit, certify=True),
+        UNCERTIFIED: partial(load_ckptkit, certify=False),
+    }
     if "DCP" in peers:
         dcp.save(dict(named), storage_writer=dcp.FileSystemWriter(work / "dcp", thread_count=2), no_dist=True)
         ways["DCP"] = load_dcp

@@ -141,7 +141,7 @@ class Cuts:
             ReplicateSpec,
             ShardSpec,
             get_device_mesh_spec,
-        )  # fmt: skip
+        )
 
         info, layout = self._root.tensors[name], self._layout
         stage = next(pp for pp in range(layout.pp) if info.placement.on_stage(self._root.num_layers, layout, pp))

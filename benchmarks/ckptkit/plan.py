@@ -91,12 +91,13 @@ def gpt_table(num_tensors: int) -> list[TensorInfo]:
     names = [f"layers.{n // 8}.{[*rows, 'attn.out', 'mlp.down', 'norm1'][n % 8]}.weight" for n in range(num_tensors)]
     return [
         TensorInfo(
-            f"optim.{('master', 'exp_avg', 'exp_avg_sq')[n % 3]}/{name}", "F32",
+            f"optim.{('master', 'exp_avg', 'exp_avg_sq')[n % 3]}/{name}",
+            "F32",
             (HIDDEN,) if "norm" in name else (HIDDEN, HIDDEN),
             Placement(n // 8, () if "norm" in name else (Cut(int("out" in name or "down" in name)),)),
         )
         for n, name in enumerate(names)
-    ]  # fmt: skip
+    ]
 
 
 def rank_table(tensors: list[TensorInfo], layout: ParallelLayout, coords: Coords) -> ChunkTable:

@@ -24,9 +24,10 @@ class Options(Linking):
     )
     output: str = option(..., "folder or URL to make; a rerun continues in it", metavar="DIR")
     tokenizer: str | None = option(
-        None, "the tokenizer that made the datasets, for --to store; else a store's own, if they are its shards",
+        None,
+        "the tokenizer that made the datasets, for --to store; else a store's own, if they are its shards",
         metavar="FILE",
-    )  # fmt: skip
+    )
     eod_token: str | None = option(None, "its end-of-document token, else <|endoftext|>", metavar="TOKEN")
     documents: Literal["auto", "items", "eod"] = option(
         "auto",

@@ -151,9 +151,11 @@ class StreamConfig(BlendConfig):
     reset_positions: bool = option(False, "count positions from 0 after each end of document")
     document_mask: bool = option(False, "let attention not cross documents")
     pad_to_multiple_of: int = option(
-        0, "cut batches of packed rows to their longest one, rounded up to a multiple of this; 0: whole rows",
-        minimum=0, needs={"packing": PACKED},
-    )  # fmt: skip
+        0,
+        "cut batches of packed rows to their longest one, rounded up to a multiple of this; 0: whole rows",
+        minimum=0,
+        needs={"packing": PACKED},
+    )
     max_epochs: int = option(0, "epochs after which the run saves and ends; 0: no end", minimum=0, keeps_bits=True)
     mixture: tuple[MixtureConfig, ...] = option(
         (), "what changes from a sample on: [[data.mixture]]", keeps_bits=True, needs={"order": "permuted"}

@@ -82,8 +82,9 @@ class _Dataset:
         prefix = os.fspath(path).removesuffix(".bin").removesuffix(".idx")
         for file in (f"{prefix}.bin", f"{prefix}.idx"):
             if not os.path.isfile(file):
-                raise UserError(f"there is no {file}: PREFIX names the two files PREFIX.bin and PREFIX.idx",
-                                hint=listing(prefix))  # fmt: skip
+                raise UserError(
+                    f"there is no {file}: PREFIX names the two files PREFIX.bin and PREFIX.idx", hint=listing(prefix)
+                )
         shard = TokenShard(prefix)
         index = shard.index
         text_bytes = HEADER.size + 12 * index.num_sequences + 8 * (index.num_documents + 1)

@@ -24,12 +24,14 @@ def command_page(kit: str) -> str:
     summaries = [
         (f"[`{kit} {verb.dest}`](#{kit}-{verb.dest})", plain(verb.help or "")) for verb in verbs._choices_actions
     ]
-    return "\n".join([
-        f"# {kit} commands\n",
-        f"{plain(parser.description)} Each verb shows this with `{kit} VERB --help`.\n",
-        table(("verb", "what it does"), summaries),
-        *sections,
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"# {kit} commands\n",
+            f"{plain(parser.description)} Each verb shows this with `{kit} VERB --help`.\n",
+            table(("verb", "what it does"), summaries),
+            *sections,
+        ]
+    )
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> "argparse._SubParsersAction[argparse.ArgumentParser]":

@@ -55,9 +55,10 @@ class DataConfig(StreamConfig):
     """`[data]`: what the run reads."""
 
     tokenizer: str = option(
-        "", "tokenizer file of the stores, checked against them; used by generate, else the stores' own copy",
+        "",
+        "tokenizer file of the stores, checked against them; used by generate, else the stores' own copy",
         keeps_bits=True,
-    )  # fmt: skip
+    )
     any_tokenizer: bool = option(
         False, "take data.tokenizer though another made the stores", keeps_bits=True, needs={"tokenizer": GIVEN}
     )

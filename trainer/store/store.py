@@ -88,9 +88,7 @@ class ParameterStore:
         gradient = bucket.gradients[part].view(run.shape) if self.options.with_optimizer else None
         name, values = " + ".join(run.names), bucket.parameters[part].view(run.shape)
         contributes = first.contributes_on(self.mesh.layout, self.mesh.coords)
-        return Weight(
-            name, values, gradient, contributes=contributes, wgrads=self.wgrads, access=bucket.access
-        )  # fmt: skip
+        return Weight(name, values, gradient, contributes=contributes, wgrads=self.wgrads, access=bucket.access)
 
     def unit(self, name: str) -> Unit:
         """Return a unit of the model, which asks for its weights; no two have one name."""

@@ -90,9 +90,7 @@ class TorchCheckpointingFolder(ForeignFolder):
             _ItemReader(self.storage.url, key, by_rank, of_item, described.items.get(key)).add_to(contents)
         return contents
 
-    def _warn_of_gaps(
-        self, files: Mapping[str, Mapping[int, str]], described: SavedItems, world_size: int
-    ) -> None:  # fmt: skip
+    def _warn_of_gaps(self, files: Mapping[str, Mapping[int, str]], described: SavedItems, world_size: int) -> None:
         """Say of which ranks there is nothing of an item that others have: a lost file looks like that too."""
         for key, by_rank in files.items():
             absent = sorted(set(range(world_size)) - by_rank.keys())

@@ -113,9 +113,7 @@ class _Parser(BASE):  # type: ignore[misc]
     def load_refused(self) -> None:
         raise pickle.UnpicklingError("an opcode that no such file has")
 
-    refused = (
-        pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER
-    )  # fmt: skip
+    refused = (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
     dispatch: ClassVar[dict[int, Any]] = {
         **BASE.dispatch, **dict.fromkeys((opcode[0] for opcode in refused), load_refused),
         pickle.NEWOBJ[0]: load_newobj, pickle.REDUCE[0]: load_reduce, pickle.BUILD[0]: load_build,

@@ -92,9 +92,7 @@ class TorchZip:
         """Find where all storages are by one request."""
         infos = {name: info for name, info in self._records.items() if name.startswith("data/")}
         heads = self._window.ranges([(info.header_offset, info.header_offset + 30) for info in infos.values()])
-        self._begins = {
-            name: _begin(info, head) for (name, info), head in zip(infos.items(), heads, strict=True)
-        }  # fmt: skip
+        self._begins = {name: _begin(info, head) for (name, info), head in zip(infos.items(), heads, strict=True)}
 
     def placed(self, described: Record) -> StoredTensor:
         """Return where the elements of a tensor of the description are; ValueError if there they cannot be."""
