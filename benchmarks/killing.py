@@ -22,7 +22,7 @@ def kill_after(command: Sequence[str], seconds: float, *, command_only: bool = F
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
     try:
-        _, output = process.communicate(timeout=max(seconds - (time.monotonic() - started), 0.0))
+        _, errors = process.communicate(timeout=max(seconds - (time.monotonic() - started), 0.0))
     except subprocess.TimeoutExpired:
         os.kill(process.pid, signal.SIGSTOP)  # nothing is started while it is looked at
         others = descendants(process.pid)
@@ -31,7 +31,7 @@ def kill_after(command: Sequence[str], seconds: float, *, command_only: bool = F
         process.kill()
         process.wait()
         return others
-    assert process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}: {output.decode()[-2000:]}"
+    assert process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}: {errors.decode()[-2000:]}"
     return None
 
 

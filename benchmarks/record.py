@@ -50,9 +50,16 @@ class Record:
             return
         others = json.loads(self._path.read_text()) if self._path.exists() else []
         row = Row(
-            claim, rounded(value), unit, rounded_values(peer), rounded_values(limit), ratio(value, {**peer, **limit}),
-            machine(), date.today().isoformat(), command(),
-        )  # fmt: skip
+            claim,
+            rounded(value),
+            unit,
+            rounded_values(peer),
+            rounded_values(limit),
+            ratio(value, {**peer, **limit}),
+            machine(),
+            date.today().isoformat(),
+            command(),
+        )
         rows = [*(other for other in others if other["claim"] != claim), asdict(row)]
         self._path.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
 

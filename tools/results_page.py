@@ -47,9 +47,15 @@ class Claim:
         row, result = self.row, self.result.relative_to(ROOT / "benchmarks").as_posix()
         figure, ratio = f"**{with_unit(row.value, row.unit)}**", "" if row.ratio is None else number(row.ratio)
         cells = (
-            row.claim, figure, shown(row.peer), shown(row.limit), ratio, row.machine, f"[{row.date}]({result})",
+            row.claim,
+            figure,
+            shown(row.peer),
+            shown(row.limit),
+            ratio,
+            row.machine,
+            f"[{row.date}]({result})",
             f"`{row.command}`",
-        )  # fmt: skip
+        )
         return f"| {' | '.join(cells)} |"
 
 

@@ -78,7 +78,7 @@ def ways(run: Run, work: Path, state: dict[str, DTensor], turn: int) -> dict[str
         num_bytes = sum(each.numel() * each.element_size() for each in copies)
         dd(Path("/dev/zero"), work / f"raw-{dist.get_rank()}", num_bytes, "oflag=direct", streams=2)
 
-    found: dict[str, Callable[[], object]] = {
+    by_name: dict[str, Callable[[], object]] = {
         "raw copy": copy,
         "raw save": save_raw,
         "ckptkit stall": lambda: run.save(turn + 1, {"model": state}),
@@ -88,8 +88,8 @@ def ways(run: Run, work: Path, state: dict[str, DTensor], turn: int) -> dict[str
         "DCP load": lambda: dcp.load(dict(state), checkpoint_id=place),
     }
     if find_spec("torch_checkpointing") is not None:
-        found |= by_torch_checkpointing(work / f"tc-{turn}", state)
-    return found
+        by_name |= by_torch_checkpointing(work / f"tc-{turn}", state)
+    return by_name
 
 
 def timed(way: Callable[[], object]) -> float:

@@ -259,13 +259,13 @@ def save_steps(url: str, steps: Sequence[int]) -> None:
 
 def _files(run: str) -> set[str]:
     """Return all that is in a local folder but folders that hold something; an empty one ends in "/"."""
-    found = set()
+    names = set()
     for folder, folders, files in os.walk(run):
         inside = os.path.relpath(folder, run)
-        found |= {os.path.normpath(f"{inside}/{name}") for name in files}
+        names |= {os.path.normpath(f"{inside}/{name}") for name in files}
         if not folders and not files:
-            found.add(f"{inside}/")
-    return found
+            names.add(f"{inside}/")
+    return names
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main() -> None:
     numel = (arguments.mib << 20) // 4 // NUM_TENSORS
     state = {f"layers.{n}.weight": torch.rand(numel) for n in range(NUM_TENSORS)}
     rates: dict[str, list[float]] = {}
-    with ours(folder / "ckptkit", state) as save, process_group():
+    with own_saves(folder / "ckptkit", state) as save, process_group():
         savers = {"ckptkit": save}
         for kind in AsyncCheckpointerType:
             name = f"dcp {kind.value}"
@@ -92,7 +92,7 @@ def rate_until(is_done: IsDone) -> tuple[float, float]:
 
 
 @contextmanager
-def ours(folder: Path, state: dict[str, torch.Tensor]) -> Iterator[Callable[[int], IsDone]]:
+def own_saves(folder: Path, state: dict[str, torch.Tensor]) -> Iterator[Callable[[int], IsDone]]:
     """Starts a save of ours; gives what tells whether it is durable."""
     tensors = [TensorInfo(name, "F32", tuple(data.shape), Placement(n)) for n, (name, data) in enumerate(state.items())]
     pieces = [Piece.whole(t.name, Box((0,), t.shape), state[t.name]) for t in tensors]

@@ -138,13 +138,13 @@ def measure_module(num_parameters: int, repeats: int, record: Record) -> None:
     model = torch.nn.Module()
     for number in range(num_parameters):
         model.register_parameter(f"p{number}", torch.nn.Parameter(torch.randn(32, 32)))
-    found: dict[str, list[tuple[float, float]]] = {}
+    times: dict[str, list[tuple[float, float]]] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
         started, cpu_started = time.perf_counter(), time.process_time()
         work()
         seconds = time.perf_counter() - started, time.process_time() - cpu_started
-        found.setdefault(name, []).append(seconds)
+        times.setdefault(name, []).append(seconds)
 
     with tempfile.TemporaryDirectory(prefix="many-tensors-") as folder:
         for repeat in range(repeats):
@@ -166,7 +166,7 @@ def measure_module(num_parameters: int, repeats: int, record: Record) -> None:
             with Run(place / "run") as run:
                 timed("Run.load", lambda run=run: run.load({"model": model}))
             timed("Run of one tensor", lambda place=place: save_one(Run(place / "small")))
-    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
     print(f"a module of {num_parameters:,} parameters of 4 KiB, {repeats} repeats")
     for name, (seconds, cpu_s) in medians.items():
         print(f"  {name:<28} {seconds:7.2f} s {cpu_s:7.2f} CPU s")

@@ -120,10 +120,10 @@ def show(timings: dict[str, Timing], num_bytes: int) -> None:
         )
 
 
-def add_claim(record: Record, claim: str, ours: str, timings: dict[str, Timing], num_bytes: int) -> None:
+def add_claim(record: Record, claim: str, way: str, timings: dict[str, Timing], num_bytes: int) -> None:
     """Record the rate of one way beside those of the others, the first of which is the raw limit."""
     rates = {name: num_bytes / timing.median_s / 1e9 for name, timing in timings.items()}
-    raw, value = next(iter(rates)), rates.pop(ours)
+    raw, value = next(iter(rates)), rates.pop(way)
     record.add(claim, value, "GB/s", limit={raw: rates.pop(raw)}, peer=rates)
 
 

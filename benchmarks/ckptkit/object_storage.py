@@ -197,8 +197,8 @@ def get_all(url: str, ranges: Sequence[Range], target: np.ndarray | None = None)
     """GET ranges, AT_ONCE at once, and copy them to `target`, one behind the other, or let them go."""
     store, prefix = client(url)
 
-    def get(byte_range: Range, at: int) -> int:
-        data = obstore.get_range(store, f"{prefix}/{byte_range.key}", start=byte_range.start, end=byte_range.stop)
+    def get(part: Range, at: int) -> int:
+        data = obstore.get_range(store, f"{prefix}/{part.key}", start=part.start, end=part.stop)
         if target is not None:
             target[at : at + len(data)] = np.frombuffer(data, np.uint8)
         return len(data)

@@ -69,7 +69,7 @@ def save_by_dcp(reader: CheckpointReader, layout: ParallelLayout, folder: Path) 
         memory = np.empty(int(table.size_bytes.sum()), np.uint8)
         begins = np.cumsum(table.size_bytes) - table.size_bytes
         reader.execute(reader.plan(table), memory.ctypes.data + begins)
-        held = {
+        tensors = {
             (table.names[tensor], table.box(row).offset): torch.from_numpy(
                 memory[begin : begin + size].view(np.float32).reshape(table.box(row).shape)
             )
@@ -77,7 +77,7 @@ def save_by_dcp(reader: CheckpointReader, layout: ParallelLayout, folder: Path) 
                 zip(table.tensor.tolist(), begins.tolist(), table.size_bytes.tolist(), strict=True)
             )
         }
-        planner = Resolving(held)
+        planner = Resolving(tensors)
         results.append(writer.write_data(plan, planner).wait())  # type: ignore[arg-type]
     writer.finish(metadata, results)
 
@@ -85,14 +85,14 @@ def save_by_dcp(reader: CheckpointReader, layout: ParallelLayout, folder: Path) 
 class Resolving:
     """What a DCP writer or reader asks of a planner: the tensor of an item."""
 
-    def __init__(self, held: dict[tuple[str, tuple[int, ...]], Any]) -> None:
-        self._held = held
+    def __init__(self, tensors: dict[tuple[str, tuple[int, ...]], Any]) -> None:
+        self._tensors = tensors
 
     def resolve_data(self, item: Any) -> Any:
-        return self._held[item.index.fqn, tuple(item.index.offset)]
+        return self._tensors[item.index.fqn, tuple(item.index.offset)]
 
     def resolve_tensor(self, item: Any) -> Any:
-        whole = self._held[item.dest_index.fqn, tuple(item.dest_index.offset)]
+        whole = self._tensors[item.dest_index.fqn, tuple(item.dest_index.offset)]
         return whole[tuple(slice(a, a + n) for a, n in zip(item.dest_offsets, item.lengths, strict=True))]
 
     def commit_tensor(self, item: Any, tensor: Any) -> None:
@@ -114,13 +114,13 @@ def load_by_dcp(place: Path, run: Path, layout: ParallelLayout) -> int:
         source = dcp.FileSystemReader(place)
         metadata = source.read_metadata()
         source.set_up_storage_reader(metadata, True)
-        items, held = [], {}
+        items, tensors = [], {}
         for name, offset, shape in boxes_of(table):
             chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
             items += create_read_items_for_chunk_list(name, metadata.state_dict_metadata[name], [chunk])
-            held[name, offset] = torch.empty(shape)
-        source.read_data(LoadPlan(items), Resolving(held)).wait()  # type: ignore[arg-type]
-        needed += sum(each.nbytes for each in held.values())
+            tensors[name, offset] = torch.empty(shape)
+        source.read_data(LoadPlan(items), Resolving(tensors)).wait()  # type: ignore[arg-type]
+        needed += sum(each.nbytes for each in tensors.values())
     return needed
 
 
@@ -154,13 +154,13 @@ class Cuts:
         placements = (ShardSpec(cuts[0].dim) if cuts else ReplicateSpec(), ReplicateSpec())
         return DTensorShardingMetadata(info.shape, "torch.float32", tuple(stride), mesh, placements)
 
-    def held(self, rank: int) -> dict[str, Any]:
+    def tensors_of(self, rank: int) -> dict[str, Any]:
         """Return empty tensors of what a rank holds, by name, replicas included."""
         import torch
         from torch_checkpointing.default_resharder import compute_local_shard_info
 
-        held = [name for name in self._root.tensors if self._root.tensors[name].placement.tied_to is None]
-        sharding = {name: self.of(name) for name in held}
+        untied = [name for name in self._root.tensors if self._root.tensors[name].placement.tied_to is None]
+        sharding = {name: self.of(name) for name in untied}
         return {
             name: torch.empty(compute_local_shard_info(each, rank)[0])
             for name, each in sharding.items()
@@ -181,17 +181,17 @@ def save_by_torch_checkpointing(reader: CheckpointReader, layout: ParallelLayout
     cuts, groups = Cuts(reader, layout), {}
     folder.mkdir()
     for rank in range(layout.world_size):
-        held = cuts.held(rank)
+        tensors = cuts.tensors_of(rank)
         chunks = []
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             sharding = cuts.of(name)
             offset = compute_local_shard_info(sharding, rank)[1]
             chunks.append((reader.root.tensors[name], Box(tuple(offset), tuple(tensor.shape)), 0, tensor.numel()))
             groups[(name,)] = [GlobalObjectMetadata(sharding, sharding.mesh_spec.mesh_data)]
         table = ChunkTable.of(chunks)
-        addresses = np.array([each.data_ptr() for each in held.values()], np.uint64)
+        addresses = np.array([each.data_ptr() for each in tensors.values()], np.uint64)
         reader.execute(reader.plan(table), addresses)
-        torch.save(held, folder / f"model_{rank}.pt")
+        torch.save(tensors, folder / f"model_{rank}.pt")
     item = DistributedItemMetadata(groups, dict.fromkeys(range(layout.world_size)))
     metadata = DistributedMetadata({"model": item}, layout.world_size)
     (folder / "metadata.pkl").write_bytes(pickle.dumps(metadata.to_dict()))
@@ -208,7 +208,7 @@ def load_by_torch_checkpointing(place: Path, run: Path, layout: ParallelLayout) 
     storage, needed = LocalFileSystemStorageConfig(use_direct_io=False).create_storage(), 0
     for rank in range(layout.world_size):
         source = DistributedMetadata.from_dict(pickle.loads((place / "metadata.pkl").read_bytes())).metadata["model"]
-        held = cuts.held(rank)
+        held = cuts.tensors_of(rank)
         wanted = {(name,): cuts.of(name, rank) for name in held}
         left = DefaultResharder().load(place, "model", wanted, source, held, storage)
         assert not left, left

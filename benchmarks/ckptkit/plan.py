@@ -63,13 +63,13 @@ def main() -> None:
             num_bytes, sample = write_indexes(folder, tensors, layout, arguments.sample)
             entries = arguments.ranks * len(tensors)
             print(f"saved as {layout}: {entries:,} entries, {num_bytes / entries:.1f} B each")
-            for title, work, given in (
+            for title, work, inputs in (
                 ("load, same layout", plan_rank, (folder, tensors, layout)),
                 (f"load as {other}", plan_rank, (folder, tensors, other)),
                 ("save of one rank", plan_own_save, (tensors, layout)),
                 ("commit's checks", check_all, (folder, tensors)),
             ):
-                seconds, rss, said = alone(work, *given)
+                seconds, rss, said = alone(work, *inputs)
                 print(f"  {title:<24} {seconds:7.2f} s  peak RSS {rss >> 20:6,} MiB  {said}")
                 arguments.record.add(f"plan: {title}, of {arguments.ranks:,} ranks as {layout}", seconds, "s")
             scale = arguments.ranks / arguments.sample
@@ -91,13 +91,12 @@ def gpt_table(num_tensors: int) -> list[TensorInfo]:
     names = [f"layers.{n // 8}.{[*rows, 'attn.out', 'mlp.down', 'norm1'][n % 8]}.weight" for n in range(num_tensors)]
     return [
         TensorInfo(
-            f"optim.{('master', 'exp_avg', 'exp_avg_sq')[n % 3]}/{name}",
-            "F32",
+            f"optim.{('master', 'exp_avg', 'exp_avg_sq')[n % 3]}/{name}", "F32",
             (HIDDEN,) if "norm" in name else (HIDDEN, HIDDEN),
             Placement(n // 8, () if "norm" in name else (Cut(int("out" in name or "down" in name)),)),
         )
         for n, name in enumerate(names)
-    ]
+    ]  # fmt: skip
 
 
 def rank_table(tensors: list[TensorInfo], layout: ParallelLayout, coords: Coords) -> ChunkTable:
@@ -142,16 +141,16 @@ def json_rows(chunks: ChunkTable, file: str) -> list[dict[str, Any]]:
     return rows
 
 
-def alone(work: Callable[..., str], *arguments: Any) -> tuple[float, int, str]:
+def alone(work: Callable[..., str], *inputs: Any) -> tuple[float, int, str]:
     """Seconds, growth of peak RSS in bytes, and CPU seconds and result of work in a process of its own, on one core."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measured, (work, arguments))
+        return pool.apply(measured, (work, inputs))
 
 
-def measured(work: Callable[..., str], arguments: Any) -> tuple[float, int, str]:
+def measured(work: Callable[..., str], inputs: Any) -> tuple[float, int, str]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     before, started, cpu_started = peak_rss(), time.perf_counter(), time.process_time()
-    said = work(*arguments)
+    said = work(*inputs)
     cpu_s = time.process_time() - cpu_started
     return time.perf_counter() - started, peak_rss() - before, f"{cpu_s:.2f} CPU s  {said}"
 

@@ -83,13 +83,13 @@ def main() -> None:
 
     for number in range(arguments.starts):
         copy = raw_copy(state)
-        with ours(folder / f"start-{number}", state) as form:
+        with own_saves(folder / f"start-{number}", state) as form:
             turn("blocking, first save", form, copy, number)
     with ExitStack() as stack:
         forms = {
-            "blocking": stack.enter_context(ours(folder / "blocking", state)),
-            "overlapped": stack.enter_context(ours(folder / "overlapped", state, overlap=True)),
-            "window": stack.enter_context(ours(folder / "window", state, window_bytes=arguments.window_mib << 20)),
+            "blocking": stack.enter_context(own_saves(folder / "blocking", state)),
+            "overlapped": stack.enter_context(own_saves(folder / "overlapped", state, overlap=True)),
+            "window": stack.enter_context(own_saves(folder / "window", state, window_bytes=arguments.window_mib << 20)),
         }
         if not arguments.no_peers:
             stack.enter_context(process_group())
@@ -168,7 +168,7 @@ def step_of(device: str, seconds: float) -> Work:
 
 
 @contextmanager
-def ours(folder: Path, state: State, *, overlap: bool = False, window_bytes: int = 0) -> Iterator[Form]:
+def own_saves(folder: Path, state: State, *, overlap: bool = False, window_bytes: int = 0) -> Iterator[Form]:
     """Saves of ours."""
     tensors = [TensorInfo(name, "F32", tuple(data.shape), Placement(n)) for n, (name, data) in enumerate(state.items())]
     pieces = [Piece.whole(t.name, Box((0,), t.shape), state[t.name]) for t in tensors]

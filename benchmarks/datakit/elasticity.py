@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     add_option(parser)
     arguments = parser.parse_args()
-    rates: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         small = write_store(Path(name) / "small", [np.arange(1000) for _ in range(2000)], vocab_size=50257)
         (Path(name) / "many").mkdir()
@@ -95,10 +95,10 @@ def main() -> int:
                 command = [sys.executable, "-c", HEAD + program, folder, str(NUM_STORES)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 for what, values in json.loads(done.stdout).items():
-                    rates.setdefault(what, []).extend(values)
+                    figures.setdefault(what, []).extend(values)
     print("| what | median | lowest to highest | target |\n|---|---|---|---|")
     met = True
-    for what, values in rates.items():
+    for what, values in figures.items():
         median, target = statistics.median(values), TARGETS.get(what)
         met &= target is None or median <= target
         print(f"| {what} | {median:.2f} | {min(values):.2f} to {max(values):.2f} | {target or ''} |")

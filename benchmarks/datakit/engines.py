@@ -80,7 +80,7 @@ def compare(family: str, path: Path, name: str, documents: Texts, arguments: arg
 
     reference = open_tokenizer(path)
     choice = choose_backend("auto", str(path), reference, documents[:20])
-    ours = open_encoder(path, choice.backend, choice.terms)
+    encoder = open_encoder(path, choice.backend, choice.terms)
     engine = Engine(path)
     part, size = list[str](), 0
     for text in documents[len(documents) // 3 :]:
@@ -88,7 +88,7 @@ def compare(family: str, path: Path, name: str, documents: Texts, arguments: arg
             part.append(text)
             size += len(text)
     contenders: dict[str, tuple[Callable[[Texts], object], Texts]] = {
-        "ours": (ours.encode_batch, documents),
+        "ours": (encoder.encode_batch, documents),
         "encode": (lambda batch: [engine.encode(text) for text in batch], documents),
         "encode_batch": (lambda batch: engine.encode_batch(list(batch), parallel=False), documents),
         "reference": (reference.encode_batch, part),
@@ -100,7 +100,7 @@ def compare(family: str, path: Path, name: str, documents: Texts, arguments: arg
                 rates[contender].append(rate_of(encode, texts))
     median = {contender: statistics.median(found[-arguments.repeats :]) for contender, found in rates.items()}
     raw = max(median["encode"], median["encode_batch"]) if name == "files" else median["encode_batch"]
-    counted = count_by_reference(ours, documents)
+    counted = count_by_reference(encoder, documents)
     print(
         f"{family:<13} {name:<9} {median['ours']:>10.1f}  {median['encode']:>14.1f}  {median['encode_batch']:>12.1f}  "
         f"{median['reference']:>9.2f}  {median['ours'] / raw:>5.2f} (>= {TARGETS[name]})  "

@@ -111,7 +111,7 @@ def read_by_ranks(url: str, cache: Path, arguments: argparse.Namespace, rate: fl
 
 
 def show(
-    found: dict[str, list[dict[str, float]]], rates: dict[str, tuple[float, float]], of_rate: float, record: Record
+    reads: dict[str, list[dict[str, float]]], rates: dict[str, tuple[float, float]], of_rate: float, record: Record
 ) -> bool:
     """Print and record each place; return whether those behind S3 meet the targets."""
     print(
@@ -119,25 +119,26 @@ def show(
         "| fetched / used | first step s | waits | lowest to highest | longest s |\n" + "|---" * 11 + "|"
     )
     met = True
-    for url, runs in found.items():
-        each = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    for url, runs in reads.items():
+        medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         waits, (bare, fetches) = sorted(run["waiting"] for run in runs), rates[url]
         is_remote = "://" in url
         place = f"S3, {url.rpartition('/')[2]}" if is_remote else "disk, mapped"
         costs = f"{bare / 1e6:,.0f} | {fetches / 1e6:,.0f}" if is_remote else " | "
-        is_met = each["fetched"] <= MAX_FETCHED and each["waiting"] <= MAX_WAITING
+        is_met = medians["fetched"] <= MAX_FETCHED and medians["waiting"] <= MAX_WAITING
         print(
-            f"| {of_rate} | {place} | {costs} | {fetches * of_rate / 1e6:,.0f} | {each['consumed'] / 1e6:,.0f} "
-            f"| {each['fetched']:.2f} | {each['first_s']:.2f} | {each['waiting']:.2%}{': missed' * (not is_met)} "
-            f"| {waits[0]:.2%} to {waits[-1]:.2%} | {each['longest_s']:.3f} |"
+            f"| {of_rate} | {place} | {costs} | {fetches * of_rate / 1e6:,.0f} | {medians['consumed'] / 1e6:,.0f} "
+            f"| {medians['fetched']:.2f} | {medians['first_s']:.2f} "
+            f"| {medians['waiting']:.2%}{': missed' * (not is_met)} "
+            f"| {waits[0]:.2%} to {waits[-1]:.2%} | {medians['longest_s']:.3f} |"
         )
         met &= is_met or not is_remote
         claim, limit = (
             f"a stream from {place}, at {of_rate} of the rate of fetches",
             {"fetches [MB/s]": fetches / 1e6},
         )
-        record.add(f"{claim}: waiting", 100 * each["waiting"], "% of the time", limit=limit)
-        record.add(f"{claim}: fetched", each["fetched"], "bytes for one that is used")
+        record.add(f"{claim}: waiting", 100 * medians["waiting"], "% of the time", limit=limit)
+        record.add(f"{claim}: fetched", medians["fetched"], "bytes for one that is used")
     return met
 
 
@@ -205,7 +206,7 @@ def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int,
             loader.next_step()
             waits.append(time.monotonic() - asked_s)
         elapsed_s = time.monotonic() - started_s
-    found = {
+    report = {
         "fetched": store.cache.bytes_added if isinstance(store, RemoteStore) else 0,
         "used": num_steps * step_bytes,
         "first_s": first_s,
@@ -213,7 +214,7 @@ def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int,
         "longest_s": max(waits),
         "consumed": (num_steps - 1) * step_bytes / elapsed_s,
     }
-    print(json.dumps(found))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

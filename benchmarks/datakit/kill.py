@@ -47,7 +47,7 @@ class Case:
     words: Callable[[str], list[object]]  # of the output
     start_s: float = 0.0
     life_s: float = 0.0
-    made: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     killed: int = 0
     too_late: int = 0
     faults: list[str] = field(default_factory=list)
@@ -61,8 +61,8 @@ class Case:
         started_s = time.monotonic()
         subprocess.run(self.command(output), check=True, capture_output=True)
         self.life_s = time.monotonic() - started_s
-        self.made = contents(output)
-        assert self.made, f"{self.name} has made nothing"
+        self.digests = contents(output)
+        assert self.digests, f"{self.name} has made nothing"
 
     def kill_once(self, output: str, rng: random.Random) -> None:
         """One round: killed at a moment between its start and its end, run again, checked."""
@@ -78,10 +78,10 @@ class Case:
         wait_until_gone(others or [])
         faults = [] if again.returncode == 0 else [f"it fails: {again.stderr.strip()[-500:]}"]
         found = contents(output)
-        faults += [f"{name} is missing" for name in sorted(self.made.keys() - found.keys())]
-        faults += [f"{name} is left" for name in sorted(found.keys() - self.made.keys())]
+        faults += [f"{name} is missing" for name in sorted(self.digests.keys() - found.keys())]
+        faults += [f"{name} is left" for name in sorted(found.keys() - self.digests.keys())]
         faults += [
-            f"{name} has other bytes" for name in sorted(found) if found[name] != self.made.get(name, found[name])
+            f"{name} has other bytes" for name in sorted(found) if found[name] != self.digests.get(name, found[name])
         ]
         faults += [f"{name} is left in TMPDIR" for name in sorted(os.listdir(tempfile.gettempdir()))]
         if output.startswith("s3://"):
@@ -176,14 +176,14 @@ def contents(output: str) -> dict[str, str]:
     if output.startswith("s3://"):
         storage = open_storage(output)
         return {key: xxhash.xxh3_64_hexdigest(storage.read(key)) for key in storage.list_keys()}
-    found = {}
+    digests = {}
     for folder, folders, files in os.walk(output):
         for name in files:
             path = Path(folder, name)
-            found[str(path.relative_to(output))] = xxhash.xxh3_64_hexdigest(path.read_bytes())
+            digests[str(path.relative_to(output))] = xxhash.xxh3_64_hexdigest(path.read_bytes())
         if not folders and not files:
-            found[f"{os.path.relpath(folder, output)}/"] = ""
-    return found
+            digests[f"{os.path.relpath(folder, output)}/"] = ""
+    return digests
 
 
 def remove(output: str) -> None:

@@ -99,14 +99,14 @@ def megatron_reads(folder: Path, run: Run) -> list[tuple[str, bool]]:
         recipe = Recipe(str(folder / f"{name}.json"), append_eod=name == "small")
         preprocess([str(corpus)], folder / name, recipe, item_bytes=1 << 18)
         stores.append(TokenStore.open(folder / name))
-    found = json.loads(run(READ, *(store.path / shard.name for store in stores for shard in store.manifest.shards)))
+    documents = json.loads(run(READ, *(store.path / shard.name for store in stores for shard in store.manifest.shards)))
     checks = []
     for store, dtype in zip(stores, ("uint16", "int32"), strict=True):
         shards = [store.shard(i) for i in range(len(store.manifest.shards))]
         ours = [
             [dtype, [len(shard.document(i)) for i in range(shard.num_documents)], digest(shard)] for shard in shards
         ]
-        theirs, found = found[: len(shards)], found[len(shards) :]
+        theirs, documents = documents[: len(shards)], documents[len(shards) :]
         counts = f"{len(shards)} shards, {store.num_documents} documents, {store.num_tokens} tokens"
         checks.append((f"Megatron reads what datakit wrote: {dtype}, {counts}", ours == theirs))
     return checks

@@ -104,7 +104,7 @@ def documents(count: int) -> Iterator[Any]:
 
 def compare(arguments: argparse.Namespace, stem: str, folder: str, num_stores: int, num_samples: int) -> bool:
     """Print and record one blend; return whether the targets are met."""
-    found: dict[str, list[tuple[float, float]]] = {PEER: [], OURS: []}
+    costs: dict[str, list[tuple[float, float]]] = {PEER: [], OURS: []}
     for _ in range(arguments.repeats):
         batches = []
         for program, interpreter in ((PEER, arguments.python), (OURS, sys.executable)):
@@ -121,19 +121,19 @@ def compare(arguments: argparse.Namespace, stem: str, folder: str, num_stores: i
             if done.returncode:
                 raise SystemExit(done.stderr)
             seconds, mib, batch = json.loads(done.stdout.splitlines()[-1])
-            found[program].append((seconds, mib))
+            costs[program].append((seconds, mib))
             batches.append(batch)
         assert batches[0] == batches[1], "both read the same samples"
-    peer, ours = ([statistics.median(column) for column in zip(*found[each])] for each in (PEER, OURS))
-    faster, memory = peer[0] / ours[0], ours[1] / peer[1]
+    peer, own = ([statistics.median(column) for column in zip(*costs[each])] for each in (PEER, OURS))
+    faster, memory = peer[0] / own[0], own[1] / peer[1]
     print(
-        f"| {num_stores:,} | {num_samples:,} | {peer[0]:.2f} | {ours[0]:.2f} | {faster:.1f} | {peer[1]:.0f} | "
-        f"{ours[1]:.0f} | {memory:.2f} |",
+        f"| {num_stores:,} | {num_samples:,} | {peer[0]:.2f} | {own[0]:.2f} | {faster:.1f} | {peer[1]:.0f} | "
+        f"{own[1]:.0f} | {memory:.2f} |",
         flush=True,
     )
     claim = f"the first batch in Megatron's order, {num_stores:,} stores, {num_samples:,} samples"
-    arguments.record.add(claim, ours[0], "CPU seconds", peer={"megatron-core": peer[0]})
-    arguments.record.add(f"{claim}: memory", ours[1], "MiB", peer={"megatron-core": peer[1]})
+    arguments.record.add(claim, own[0], "CPU seconds", peer={"megatron-core": peer[0]})
+    arguments.record.add(f"{claim}: memory", own[1], "MiB", peer={"megatron-core": peer[1]})
     return faster >= MIN_SPEED and memory <= MAX_MEMORY
 
 

@@ -51,15 +51,15 @@ def main() -> int:
 
 def compare(store: Path, kind: str, lengths: list[int], seq_length: int, arguments: argparse.Namespace) -> bool:
     """Print and record one kind of documents and one length of rows; return whether the targets are met."""
-    ours, reference = [], []
+    rates, reference = [], []
     for _ in range(arguments.repeats):
         seconds, (_, record) = timed(lambda: pack(store, seq_length=seq_length, dry_run=True))
-        ours.append(len(lengths) / seconds / 1e6)
+        rates.append(len(lengths) / seconds / 1e6)
         seconds, num_rows = timed(lambda: best_fit_decreasing(lengths, seq_length))
         reference.append(len(lengths) / seconds / 1e6)
     _, padded = pack(store, seq_length=seq_length, packing="pad", dry_run=True)
     padding, padding_of_pad = (each.num_padding / (each.num_rows * seq_length) for each in (record, padded))
-    rate, ratio = statistics.median(ours), record.num_rows / num_rows
+    rate, ratio = statistics.median(rates), record.num_rows / num_rows
     print(
         f"| {kind} | {seq_length:,} | {rate:.1f} | {padding:.4%} | {ratio:.5f} | {statistics.median(reference):.2f} | "
         f"{padding_of_pad:.1%} |",

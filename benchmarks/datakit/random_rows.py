@@ -74,13 +74,13 @@ def rows_per_s(stores: list[TokenStore], arguments: argparse.Namespace) -> bool:
     rng = random.Random(0)
     picks = [(tokens, rng.randrange(len(tokens) - SEQ_LENGTH)) for tokens in rng.choices(maps, k=arguments.rows)]
     samples = [rng.randrange(4 * len(stores) * STORE_ROWS) for _ in range(arguments.rows)]
-    times: dict[str, list[float]] = {"raw": [], "Blend.batch": [], "Loader.sample": []}
+    runs: dict[str, list[float]] = {"raw": [], "Blend.batch": [], "Loader.sample": []}
     with Loader(blend, 1, 1) as loader:
         for _ in range(arguments.repeats):
-            times["raw"].append(timed(lambda pick: pick[0][pick[1] : pick[1] + SEQ_LENGTH].astype(np.int64), picks))
-            times["Blend.batch"].append(timed(lambda sample: blend.batch([sample]), samples))
-            times["Loader.sample"].append(timed(loader.sample, samples))
-    rates = {name: statistics.median(rates) for name, rates in times.items()}
+            runs["raw"].append(timed(lambda pick: pick[0][pick[1] : pick[1] + SEQ_LENGTH].astype(np.int64), picks))
+            runs["Blend.batch"].append(timed(lambda sample: blend.batch([sample]), samples))
+            runs["Loader.sample"].append(timed(loader.sample, samples))
+    rates = {name: statistics.median(run) for name, run in runs.items()}
     target = TARGETS[len(stores)]
     shown = ", ".join(f"{name} {rate:,.0f} ({rate / rates['raw']:.2f} of raw)" for name, rate in rates.items())
     print(f"{len(stores):,} store{'s' * (len(stores) > 1)}, random rows/s: {shown}; target >= {target:,}", flush=True)

@@ -96,12 +96,12 @@ def drop(store: Path) -> None:
         os.close(descriptor)
 
 
-def report(state: str, found: dict[str, list[list[float]]], size_gb: float, record: Record) -> None:
+def report(state: str, times: dict[str, list[list[float]]], size_gb: float, record: Record) -> None:
     """Print a table; ratios to the raw read."""
     rates = dict[str, float]()
     print(f"{state:<24}  GB/s  of the raw read  user s/GB  system s/GB")
     base = 0.0
-    for what, runs in found.items():
+    for what, runs in times.items():
         elapsed_s, user_s, system_s = (statistics.median(column) for column in zip(*runs, strict=True))
         rates[what] = rate = size_gb / elapsed_s
         base = base or rate

@@ -61,17 +61,17 @@ def main() -> None:
 
 def forms(activation: Activation, compiles: bool) -> dict[str, Form]:
     """Return the forms by name; each takes [packed], or gate and up where they are apart."""
-    found: dict[str, Form] = {"csrc": lambda inputs: activate(inputs[0], activation)}
+    by_name: dict[str, Form] = {"csrc": lambda inputs: activate(inputs[0], activation)}
     if activation is SWIGLU:
-        found["eager"] = lambda inputs: F.silu(inputs[0]) * inputs[1]
+        by_name["eager"] = lambda inputs: F.silu(inputs[0]) * inputs[1]
     else:
-        found["eager"] = lambda inputs: F.gelu(inputs[0], approximate="tanh")
+        by_name["eager"] = lambda inputs: F.gelu(inputs[0], approximate="tanh")
     if compiles:
         plain = torch.compile(lambda x: activate_reference(x, activation))
-        found["compile"] = lambda inputs: plain(inputs[0])
+        by_name["compile"] = lambda inputs: plain(inputs[0])
     if LigerSiLUMulFunction is not None and activation is SWIGLU:
-        found["liger"] = lambda inputs: LigerSiLUMulFunction.apply(*inputs)
-    return found
+        by_name["liger"] = lambda inputs: LigerSiLUMulFunction.apply(*inputs)
+    return by_name
 
 
 if __name__ == "__main__":

@@ -52,9 +52,12 @@ def medians(forms: Forms, device: str, repeats: int) -> dict[str, float]:
 
 
 def print_rates(
-    options: argparse.Namespace, title: str, seconds: dict[str, float], moved_bytes: dict[str, int],
+    options: argparse.Namespace,
+    title: str,
+    seconds: dict[str, float],
+    moved_bytes: dict[str, int],
     shape: Sequence[int] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Print and record each form's rate as a share of `copy`'s; `moved_bytes` is what a form moves at least.
 
     A shape that is not that of the options is passed.

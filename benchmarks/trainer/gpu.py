@@ -154,11 +154,11 @@ def benchmark(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def rows_of(exact_gpus: int | None, num_gpus: int) -> list[str]:
-    """Return the rows of `exact_gpus` GPUs and all that they are compared with, or all rows for `num_gpus` at most."""
-    if exact_gpus is None:
+def rows_of(count: int | None, num_gpus: int) -> list[str]:
+    """Return the rows of `wanted` GPUs and all that they are compared with, or all rows for `num_gpus` at most."""
+    if count is None:
         return [name for name, row in ROWS.items() if row.num_gpus <= num_gpus]
-    names = {name for name, row in ROWS.items() if row.num_gpus == exact_gpus}
+    names = {name for name, row in ROWS.items() if row.num_gpus == count}
     names |= {ROWS[name].beside for name in names}
     return [name for name in ROWS if name in names]
 

@@ -37,14 +37,14 @@ def benchmark(arguments: argparse.Namespace) -> int:
     """Time pairs of steps."""
     torch.set_num_threads(1)
     engines = [engine_of(1), engine_of(arguments.holders)]
-    found: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[float], list[float]] = ([], [])
     for step in range(NUM_WARMUP + arguments.pairs):
-        for engine, seconds in zip(engines, found, strict=True):
+        for engine, seconds in zip(engines, times, strict=True):
             began = time.process_time()
             engine.train_step(step, batch())
             seconds.append(time.process_time() - began)
-    alone, many = (statistics.median(seconds[NUM_WARMUP:]) for seconds in found)
-    ratio = statistics.median(b / a for a, b in zip(*(seconds[NUM_WARMUP:] for seconds in found), strict=True))
+    alone, many = (statistics.median(seconds[NUM_WARMUP:]) for seconds in times)
+    ratio = statistics.median(b / a for a, b in zip(*(seconds[NUM_WARMUP:] for seconds in times), strict=True))
     print(f"1 holder {1e3 * alone:.1f} ms, {arguments.holders} holders {1e3 * many:.1f} ms, ratio of pairs {ratio:.3f}")
     claim = f"a step with {arguments.holders} holders"
     arguments.record.add(claim, 1e3 * many, "CPU ms", limit={"one holder": 1e3 * alone})

@@ -44,7 +44,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
         "split, none": ["--optim.master", "split"],
         "split": [*saves, "--optim.master", "split"],
     }
-    found: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    runs: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     for number in range(arguments.rounds):
         for kind, flags in kinds.items():
             steps, _ = train(ROOT, output / f"{number}-{kind}.jsonl", ROWS["1b"], *data, *flags)
@@ -52,11 +52,11 @@ def benchmark(arguments: argparse.Namespace) -> int:
             used = steps[WARMUP_STEPS:]
             stall_s = sum(step["checkpoint_stall_s"] for step in used)
             mean_s = statistics.mean(step["step_s"] for step in used)
-            found[kind].append([1e3 * mean_s, 1e3 * stall_s / len(used), max(step["memory_gib"] for step in used)])
+            runs[kind].append([1e3 * mean_s, 1e3 * stall_s / len(used), max(step["memory_gib"] for step in used)])
     print("saves         step ms  of none  stall ms a step    GiB")
-    for kind, figures in found.items():
+    for kind, figures in runs.items():
         mean_ms, stall_ms, gib = (statistics.mean(each) for each in zip(*figures, strict=True))
-        ratio = mean_ms / statistics.mean(each[0] for each in found["split, none" if kind == "split" else "none"])
+        ratio = mean_ms / statistics.mean(each[0] for each in runs["split, none" if kind == "split" else "none"])
         print(f"{kind:<12} {mean_ms:>8.1f} {ratio:>8.4f} {stall_ms:>16.2f} {gib:>6.1f}")
         claim = f"a step of 1b with a save every {INTERVAL}, {kind}"
         arguments.record.add(claim, mean_ms, "ms", limit={"without saves": mean_ms / ratio})

@@ -125,13 +125,13 @@ def seconds(engine: Engine, batch: Batch, num_steps: int) -> list[float]:
 
 def print_kinds(profile: torch.profiler.profile) -> None:
     """Print the time and number of the kernels of each kind."""
-    found: dict[str, list[float]] = defaultdict(list)
+    kinds: dict[str, list[float]] = defaultdict(list)
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, event.name)), "other")
-            found[kind].append(event.device_time / 1e3)
-    print(f"{'kernels':<20} {sum(map(sum, found.values())):>8.1f} ms")
-    for kind, times in sorted(found.items(), key=lambda each: -sum(each[1])):
+            kinds[kind].append(event.device_time / 1e3)
+    print(f"{'kernels':<20} {sum(map(sum, kinds.values())):>8.1f} ms")
+    for kind, times in sorted(kinds.items(), key=lambda entry: -sum(entry[1])):
         print(f"{kind:<20} {sum(times):>8.1f} ms {len(times):>6}")
 
 

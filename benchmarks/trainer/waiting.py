@@ -44,18 +44,18 @@ def main() -> None:
         print(measure(options.threads, options.seconds))
         return
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
-    found: dict[str, list[float]] = {form: [] for form in FORMS}
+    passes: dict[str, list[float]] = {form: [] for form in FORMS}
     try:
         for _ in range(options.repeats):
             for form, (num_threads, variables) in FORMS.items():
                 environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | variables
                 command = [sys.executable, __file__, "--threads", str(num_threads), "--seconds", str(options.seconds)]
-                found[form].append(float(subprocess.check_output(command, env=environment)))
+                passes[form].append(float(subprocess.check_output(command, env=environment)))
     finally:
         for process in busy:
             process.kill()
-    medians = {form: statistics.median(times) for form, times in found.items()}
-    for form, times in found.items():
+    medians = {form: statistics.median(times) for form, times in passes.items()}
+    for form, times in passes.items():
         shown = ", ".join(f"{each:.1f}" for each in times)
         print(f"{form:<22} {shown} ms; {medians[form] / medians['1 thread']:.2f} of 1 thread")
     alone, spinning, passive = (medians[form] / medians["1 thread"] for form in FORMS)

@@ -16,7 +16,7 @@ Spans = tuple[tuple[int, int], ...]  # [start, stop) of a global dim, in the ord
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MeshPart:
     """A box of the global tensor, and where it is in the local one: the first index of each dim."""
 
     box: Box
@@ -26,7 +26,7 @@ class Part:
 @lru_cache(1 << 14)
 def mesh_cut(
     shape: tuple[int, ...], cuts: tuple[tuple[int, int, int, int], ...]
-) -> tuple[tuple[Part, ...], tuple[int, ...]]:
+) -> tuple[tuple[MeshPart, ...], tuple[int, ...]]:
     """Return the parts and the local shape that cuts of (dim, split factor, number of ranks, this rank) leave."""
     spans: list[Spans] = [((0, size),) for size in shape]
     for dim, factor, count, index in _in_order(cuts):
@@ -43,7 +43,7 @@ def mesh_cut(
             at += stop - start
         placed.append(ends)
     parts = [
-        Part(
+        MeshPart(
             Box(tuple(a for a, _, _ in box), tuple(n for _, n, _ in box)),
             tuple(at for _, _, at in box),
         )

@@ -75,8 +75,8 @@ class _Runs:
 
 def _runs(wanted: ChunkTable, rows_wanted: Ints, stored: ChunkTable, rows_stored: Ints) -> _Runs:
     num_dims = max(wanted.offset.shape[1], stored.offset.shape[1], 1)
-    a = _Boxes(wanted.take(rows_wanted), num_dims)
-    b = _Boxes(stored.take(rows_stored), num_dims)
+    a = _RangedBoxes(wanted.take(rows_wanted), num_dims)
+    b = _RangedBoxes(stored.take(rows_stored), num_dims)
     low = np.maximum(a.offset, b.offset)
     shape = np.minimum(a.offset + a.shape, b.offset + b.shape) - low
     meet = (shape > 0).all(axis=1) & (a.start < a.stop) & (b.start < b.stop)
@@ -124,7 +124,7 @@ def _runs(wanted: ChunkTable, rows_wanted: Ints, stored: ChunkTable, rows_stored
     return _Runs(pairs[row[keep]], (a_at + cut)[keep], (b_at + cut)[keep], (stop - cut)[keep])
 
 
-class _Boxes:
+class _RangedBoxes:
     """The boxes and ranges of chunks over a common number of dims, with the boxes' row-major strides."""
 
     def __init__(self, chunks: ChunkTable, num_dims: int) -> None:
@@ -139,8 +139,8 @@ class _Boxes:
         cut: npt.NDArray[np.bool_] = (self.start > 0) | (self.stop < np.prod(self.shape, axis=1, dtype=np.int64))
         return cut
 
-    def take(self, rows: Ints) -> "_Boxes":
-        taken = object.__new__(_Boxes)
+    def take(self, rows: Ints) -> "_RangedBoxes":
+        taken = object.__new__(_RangedBoxes)
         for name in ("offset", "shape", "start", "stop", "strides"):
             setattr(taken, name, getattr(self, name)[rows])
         return taken

@@ -50,7 +50,7 @@ class TargetFile:
 
 
 @dataclass(frozen=True)
-class Area:
+class BatchArea:
     """The bytes of one batch for one file: room for what waits, then the new bytes, contiguous and page-aligned."""
 
     target: TargetFile
@@ -103,7 +103,7 @@ class Loader:
             target.waiting = np.frombuffer(target.file.header, np.uint8)
             target.position = len(target.file.header)
 
-    def load(self, batch: list[Slab]) -> list[Area]:
+    def load(self, batch: list[Slab]) -> list[BatchArea]:
         """Return the areas of one batch, filled but for what waits; valid until the call after the next."""
         tensors = [self._chunks.tensors.numbers[slab.info.name] for slab in batch]
         first, end = self._first[tensors], self._end[tensors]
@@ -125,7 +125,7 @@ class Loader:
         self._source.read(wanted, addresses)
         return areas
 
-    def _place(self, owners: Ints, sizes: Ints) -> tuple[list[Area], Columns]:
+    def _place(self, owners: Ints, sizes: Ints) -> tuple[list[BatchArea], Columns]:
         """One area a file in a free arena, and the address of each chunk: chunks of a file follow each other."""
         numbers = np.unique(owners).tolist()
         added = np.bincount(owners, weights=sizes, minlength=len(self._targets)).astype(np.int64)
@@ -139,7 +139,7 @@ class Loader:
         at = 0
         for n, span in zip(numbers, spans, strict=True):
             target = self._targets[n]
-            areas.append(Area(target, arena[at : at + waiting[n] + int(added[n])], waiting[n]))
+            areas.append(BatchArea(target, arena[at : at + waiting[n] + int(added[n])], waiting[n]))
             next_address[n] = arena.ctypes.data + at + waiting[n]
             target.position += int(added[n])
             whole = target.position == target.file.size_bytes
@@ -162,7 +162,7 @@ class FileWriter:
         self._folder = folder
         self._num_threads = num_threads
 
-    def append(self, areas: list[Area]) -> int:
+    def append(self, areas: list[BatchArea]) -> int:
         """Write areas; returns the number of new bytes."""
         with ThreadPoolExecutor(self._num_threads) as pool:
             for _ in pool.map(self._append, areas):
@@ -182,7 +182,7 @@ class FileWriter:
             if target.writer is not None:
                 target.writer.abort()
 
-    def _append(self, area: Area) -> None:
+    def _append(self, area: BatchArea) -> None:
         assert len(area.target.waiting) == area.num_waiting, "areas are written in the order they were loaded"
         area.memory[: area.num_waiting] = area.target.waiting
         self._write(area.target, area.memory)

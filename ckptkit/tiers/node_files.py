@@ -18,7 +18,7 @@ from threefold.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class NodeFile:
     """Where a file of a step is: on which node, by its number, for which ranks, and in which of the node's places."""
 
     node: int
@@ -34,7 +34,7 @@ class NodeFiles:
     """
 
     def __init__(
-        self, url: str, root: Root, sources: Sequence[Source], runs: Sequence[Run], exchange: Exchange
+        self, url: str, root: Root, sources: Sequence[NodeFile], runs: Sequence[Run], exchange: Exchange
     ) -> None:  # fmt: skip
         self._folder = step_folder(root.step)
         self.url = f"{url}/{self._folder}"

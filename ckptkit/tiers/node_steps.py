@@ -18,7 +18,7 @@ from ckptkit.format.root import Part, Root, Share
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.tiers.node_files import NodeFiles, Source, vouch
+from ckptkit.tiers.node_files import NodeFile, NodeFiles, vouch
 from ckptkit.tiers.node_places import NodePlaces
 from ckptkit.tiers.tier import Node
 from threefold.cli import log
@@ -31,7 +31,7 @@ HINT = "start the missing nodes again, under their names, or load from a slower 
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class NodeRoot:
     """A step's root in one place of a node: which writers' files it names, and a digest of what all nodes' roots say.
 
     `fault` is why it cannot be read, empty if it can.
@@ -48,11 +48,11 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _SeenStep:
     """What was seen of a step: on all nodes, and the roots of this one by their place."""
 
     step: int
-    holdings: list[Held]
+    holdings: list[NodeRoot]
     roots: dict[int, Root]
 
 
@@ -64,8 +64,8 @@ class NodeSteps:
         self.url, self.places, self._exchange = url, places, exchange
         self._nodes = list(dict.fromkeys(nodes))
         self._own = self._nodes.index(places.node)
-        self._seen: _Seen | None = None
-        self._holders: list[list[Held]] = []  # of each part of the step that was opened last
+        self._seen: _SeenStep | None = None
+        self._holders: list[list[NodeRoot]] = []  # of each part of the step that was opened last
 
     def candidates(self, only: int | None = None) -> Iterator[int]:
         """Yield the steps that any node holds a root of, newest first; with a step only that one."""
@@ -131,13 +131,13 @@ class NodeSteps:
         )
         return sorted({step for each in here for step in json.loads(each)}, reverse=True)
 
-    def _look(self, step: int) -> list[Held]:
+    def _look(self, step: int) -> list[NodeRoot]:
         """Return what all nodes hold of a step."""
         if self._seen is None or self._seen.step != step:
             roots = dict[int, Root]()
             heard = agreed(self._exchange, lambda: self._described(step, roots))
-            holdings = [Held(*row) for each in heard for row in json.loads(each)]
-            self._seen = _Seen(step, sorted(holdings, key=lambda each: each.place), roots)
+            holdings = [NodeRoot(*row) for each in heard for row in json.loads(each)]
+            self._seen = _SeenStep(step, sorted(holdings, key=lambda each: each.place), roots)
         return self._seen.holdings
 
     def _described(self, step: int, roots: dict[int, Root]) -> bytes:
@@ -145,11 +145,11 @@ class NodeSteps:
         rows = []
         for place, root in self.places.roots(step).items() if self.places.leads else ():
             if isinstance(root, CheckFailed):
-                rows.append(Held(self._own, place, fault=root.message))
+                rows.append(NodeRoot(self._own, place, fault=root.message))
             else:
                 roots[place], share = root, root.share or ALONE
                 digest = xxh3_64(_common(root).to_bytes())
-                rows.append(Held(self._own, place, root.attempt, share.first, share.count, share.of, digest))
+                rows.append(NodeRoot(self._own, place, root.attempt, share.first, share.count, share.of, digest))
         return json.dumps([astuple(row) for row in rows]).encode()
 
     def _located(self, step: int, lost: set[Copy]) -> NodeFiles:
@@ -177,17 +177,17 @@ class NodeSteps:
         ]
         return NodeFiles(self.url, root, sources, self.places.runs, self._exchange)
 
-    def _source(self, holder: Held) -> Source:
+    def _source(self, holder: NodeRoot) -> NodeFile:
         node = self._nodes[holder.node]
-        return Source(holder.node, range(node.first_writer, node.first_writer + node.num_local), holder.place)
+        return NodeFile(holder.node, range(node.first_writer, node.first_writer + node.num_local), holder.place)
 
 
-def put_together(holdings: Sequence[Held]) -> tuple[list[list[Held]], str]:
+def put_together(holdings: Sequence[NodeRoot]) -> tuple[list[list[NodeRoot]], str]:
     """Return who holds each share of a step, in the order of the writers, and why the step is not whole, else ""."""
     faults = [each.fault for each in holdings if each.fault]
     why = faults[0] if faults else "no node has a root"
     for attempt, of in dict.fromkeys((each.attempt, each.of) for each in holdings if not each.fault):
-        shares: dict[tuple[int, int], list[Held]] = {}
+        shares: dict[tuple[int, int], list[NodeRoot]] = {}
         for each in holdings:
             if (each.attempt, each.of) == (attempt, of):
                 shares.setdefault((each.first, each.count), []).append(each)

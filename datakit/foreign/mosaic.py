@@ -45,7 +45,7 @@ def _mds_files(source: str | os.PathLike[str], choices: Choices) -> "list[_MdsFi
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _TokenColumn:
     """The column of tokens; `dtype` and `shape` are None if each sample says its own."""
 
     name: str
@@ -66,7 +66,7 @@ class _MdsFile:
     size_bytes: int  # of the uncompressed shard
     num_samples: int
     fixed_sizes: tuple[int | None, ...]  # of the columns, in bytes
-    column: _Column
+    column: _TokenColumn
 
     has_borders = True
 
@@ -167,7 +167,7 @@ class _MdsFile:
         return damaged(f"{self.path}: sample {number} {what}")
 
 
-def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], choices: Choices) -> _Column:
+def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], choices: Choices) -> _TokenColumn:
     """Return the column named by `choices`, else the only one that may hold tokens."""
     place = f"{shard.path}: {shard.place.rstrip('.')}"
     columns = list(zip(names, encodings))
@@ -176,7 +176,7 @@ def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], 
     is_raw, (_, dtype, shape) = encoding == "bytes", f"{encoding}::".split(":")[:3]
     require_dtype(f"{place}: column {name!r}", dtype or encoding, choices, is_raw=is_raw)
     dims = tuple(int(dim) for dim in shape.split(",")) if shape else None
-    return _Column(name, number, choices.dtype if is_raw else dtype or None, dims, is_raw)
+    return _TokenColumn(name, number, choices.dtype if is_raw else dtype or None, dims, is_raw)
 
 
 def _fits(encoding: str) -> bool:

@@ -33,7 +33,7 @@ from datakit.preprocessing.recipe import (
     require_same,
     rules_of,
 )
-from datakit.preprocessing.sources import Sources, require_unchanged
+from datakit.preprocessing.sources import InputTable, require_unchanged
 from datakit.preprocessing.summary import StoreSummary, Summary
 from datakit.preprocessing.task import HASH, Task
 from datakit.preprocessing.worker_pool import WorkerPool
@@ -164,7 +164,7 @@ class _Job:
                 hint=first.hint("ls -l") if first.spooled else f"ls -l {' '.join(map(quoted, names))}",
             )
         self._files, self._item_bytes = files, item_bytes or default_item_bytes(files)
-        self._sources: Sources | None = None  # of complete stores
+        self._sources: InputTable | None = None  # of complete stores
         self._rules_reported = recipe.rules_version
         self._input = {
             "num_files": len(files),
@@ -281,7 +281,7 @@ class _Job:
                 f"the input is empty: {num_documents} documents without any text, {counts.total()} skipped",
                 hint=self.items[0].slices[0].file.hint("head -c 300"),
             )
-        Sources.of(self._files, records).write(self.output)
+        InputTable.of(self._files, records).write(self.output)
         manifests, copy = {}, tokenizer_copy(self.recipe.tokenizer, self.identity.fingerprint)
         for part, entries in shards.items():
             if not entries:

@@ -1,4 +1,4 @@
-"""Sources: what shows that a store's input changed since: ETags, times, and digests of what local files held.
+"""InputTable: what shows that a store's input changed since: ETags, times, and digests of what local files held.
 
 The record is a hidden file beside the manifest and outside of all that is digested: no byte of a store depends on it,
 and without it a change that keeps a file's size goes unseen. It holds columns in the order of the sorted input, whose
@@ -25,7 +25,7 @@ _VERSION, _NUM_THREADS = 1, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class InputTable:
     """Columns over the sorted input files: times of change, ETags, and the slices that were read.
 
     Slice i of a file ends at byte `stops[i]` and had the XXH3-64 `digests[i]`; a file that has an ETag has none.
@@ -38,7 +38,7 @@ class Sources:
     digests: list[list[str]]
 
     @classmethod
-    def of(cls, files: Sequence[InputFile], records: Sequence[ItemRecord]) -> "Sources":
+    def of(cls, files: Sequence[InputFile], records: Sequence[ItemRecord]) -> "InputTable":
         """Return what the items of these files read."""
         stops: dict[str, list[int]] = {file.path: [] for file in files}
         digests: dict[str, list[str]] = {file.path: [] for file in files}
@@ -51,7 +51,7 @@ class Sources:
         return cls(len(records), times, etags, list(stops.values()), list(digests.values()))
 
     @classmethod
-    def parse(cls, place: str, content: bytes) -> "Sources":
+    def parse(cls, place: str, content: bytes) -> "InputTable":
         """Read the content of the record at `place`; CheckFailed if it is damaged."""
         columns = dict(Fields.parse(place, content).raw)
         try:
@@ -71,7 +71,7 @@ class Sources:
         """Put the record into an output."""
         output.write(FILE_NAME, orjson.dumps({"version": _VERSION, **asdict(self)}) + b"\n")
 
-    def with_marks_of(self, files: Sequence[InputFile]) -> "Sources":
+    def with_marks_of(self, files: Sequence[InputFile]) -> "InputTable":
         """Return the record with the times and ETags of files whose content is the same."""
         return replace(self, modified_ns=[file.modified_ns for file in files], etags=[file.etag for file in files])
 
@@ -96,7 +96,7 @@ class Sources:
         return stops[-1:] == [file.size_bytes] and all(digest_of(file, *ends) == digest for ends, digest in slices)
 
 
-def require_unchanged(output: Output, files: Sequence[InputFile], report: Callable[[str], None]) -> Sources | None:
+def require_unchanged(output: Output, files: Sequence[InputFile], report: Callable[[str], None]) -> InputTable | None:
     """Return the record of complete stores; UserError if one of its files, still as large, holds other bytes now.
 
     Files whose time alone is another one are read for that, which `report` says. None without a record.
@@ -104,7 +104,7 @@ def require_unchanged(output: Output, files: Sequence[InputFile], report: Callab
     content = output.read(FILE_NAME)
     if content is None:  # made before there were such records, or removed
         return None
-    sources = Sources.parse(f"{output.place}/{FILE_NAME}", content)
+    sources = InputTable.parse(f"{output.place}/{FILE_NAME}", content)
     if touched := sources.touched(files):
         report(f"of {len(files):,} source files {len(touched):,} were touched since: comparing them with what was read")
         if changed := sources.changed(files, touched):

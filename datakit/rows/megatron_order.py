@@ -64,7 +64,7 @@ class MegatronOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Epochs:
+class Repeats:
     """How often a store is repeated, what of that is shuffled together, and how many rows it makes."""
 
     num_epochs: int
@@ -73,7 +73,7 @@ class Epochs:
     together_rows: int
 
     @classmethod
-    def of(cls, num_tokens: int, seq_length: int, num_samples: int | None) -> "Epochs":
+    def of(cls, num_tokens: int, seq_length: int, num_samples: int | None) -> "Repeats":
         """Return those of a part of so many tokens, more than a row, for so many samples; None for one epoch."""
         count = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // num_tokens))
         num_rows = (count * num_tokens - 1) // seq_length

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datakit.format.shard import Int64s
-from datakit.rows.megatron_order import MAX_ROWS, Epochs, MegatronOrder
+from datakit.rows.megatron_order import MAX_ROWS, MegatronOrder, Repeats
 from datakit.rows.native import megatron_library
 from datakit.shards.document_places import DocumentPlaces, IndexedPlaces, Int32s
 from datakit.shards.shards import Shards
@@ -64,7 +64,7 @@ class MegatronRows:
                 f"{choice.seq_length} + 1",
                 hint=f"--seq-length {max(1, end - begin - 1)}, or another data.split",
             )
-        self.epochs = Epochs.of(end - begin, choice.seq_length, choice.num_samples)
+        self.epochs = Repeats.of(end - begin, choice.seq_length, choice.num_samples)
         if self.epochs.num_rows > MAX_ROWS or num_documents > _MAX_DOCUMENTS:
             raise UserError(
                 f"{shards.place} has {num_documents} documents and {self.epochs.num_rows} rows, and the order of "

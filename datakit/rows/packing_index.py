@@ -32,7 +32,7 @@ MAX_RECORD_BYTES = 64 << 20
 PACKINGS = ("best_fit", "pad")
 
 
-class _RecordFields(Fields):
+class _IndexFields(Fields):
     hint = "remove the folder, and make the index again with `datakit pack`"
 
 
@@ -80,7 +80,7 @@ class PackingRecord:
     @classmethod
     def parse(cls, path: Path | str, data: bytes) -> "PackingRecord":
         """Check the content of the `packing.json` at a path."""
-        fields = _RecordFields.parse(path, data)
+        fields = _IndexFields.parse(path, data)
         if fields.text("format") != FORMAT:
             raise fields.fault(f"not the record of a packing index: format {fields.raw['format'][:80]!r}")
         if fields.number("version") != VERSION:

@@ -23,7 +23,7 @@ from datakit.text.blocks import READ_BYTES, digest_of, read_blocks
 from datakit.text.columns import read_columns, rows_before
 from datakit.text.formats import COLUMN_KINDS, SHOWN_BY, is_lines
 from datakit.text.inputs import FileSlice, InputFile
-from datakit.text.json_text import BOM, Fault, JsonText, decode, null_text, require_lines
+from datakit.text.json_text import BOM, JsonText, LineFault, decode, null_text, require_lines
 from threefold.errors import StorageError, UserError, quoted
 
 MAX_LINE_BYTES = 1 << 30
@@ -190,7 +190,7 @@ class DocumentReader:
                         continue
                 else:
                     text = decode(content.rstrip(ends)).removeprefix(mark)
-            except Fault as fault:
+            except LineFault as fault:
                 if not self._rules.skip_invalid:
                     raise self._placed(fault, offset, line, content or b"") from None
                 self.skipped["invalid"] += 1
@@ -219,11 +219,11 @@ class DocumentReader:
         for values in read_columns(self._part, self._keys, is_lenient=is_lenient):
             yield 0, b"\n\n".join(filter(None, values)) if values or nulls_are_empty else None
 
-    def _no_text(self) -> Fault:
+    def _no_text(self) -> LineFault:
         """Return the fault of a row without a text."""
         if len(self._keys) == 1:
             return null_text(self._keys[0])
-        return Fault(f"no column {' or '.join(map(repr, self._keys))} with a text")
+        return LineFault(f"no column {' or '.join(map(repr, self._keys))} with a text")
 
     def _is_text_lines(self) -> bool:
         return self._part.file.kind == "txt" and self._rules.txt_split == "line"
@@ -253,7 +253,7 @@ class DocumentReader:
             return "too_long"
         return None
 
-    def _placed(self, fault: Fault, offset: int, line: int, content: bytes) -> UserError:
+    def _placed(self, fault: LineFault, offset: int, line: int, content: bytes) -> UserError:
         """Return a fault with its place; what comes before the slice is counted only now, when one is named."""
         part, message, hint = self._part, fault.message, fault.hint
         if not is_lines(part.file.kind):

@@ -22,7 +22,7 @@ _MISSING = object()
 _ARRAY = re.compile(rb"\[\s*([\[{\]]|$)")  # of objects or arrays, or empty; `["text"]` is a faulty line
 
 
-class Fault(Exception):
+class LineFault(Exception):
     """What is wrong with one document, the byte of it if that is known, and a hint better than to look at it."""
 
     def __init__(self, message: str, *, byte: int | None = None, hint: str | None = None) -> None:
@@ -46,7 +46,7 @@ class JsonText:
     def find(self, content: bytes) -> str | None:
         """Return the text of a line, those of several keys joined by blank lines; None for a blank line.
 
-        Raises Fault if the line is not a JSON object or has no text under the keys.
+        Raises LineFault if the line is not a JSON object or has no text under the keys.
         """
         try:
             value = orjson.loads(content)
@@ -75,14 +75,14 @@ class JsonText:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            raise Fault(f"invalid JSON: {error}") from None
+            raise LineFault(f"invalid JSON: {error}") from None
         text, num_lone = _LONE_SURROGATE.subn(_REPLACEMENT, self._text(value))
         self.num_replaced += num_lone > 0
         return text
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, dict):
-            raise Fault("no JSON object")
+            raise LineFault("no JSON object")
         there = {key: other for key in self._keys if (other := _lookup(value, key)) is not _MISSING}
         found = {key: other for key, other in there.items() if other is not None}
         if not found:
@@ -90,7 +90,7 @@ class JsonText:
             raise null_text(self._keys[0]) if is_null else _no_key(value, self._keys, after_others=not self.is_first)
         for key, other in found.items():
             if not isinstance(other, str):
-                raise Fault(f"{key!r} is not text but {type(other).__name__}")
+                raise LineFault(f"{key!r} is not text but {type(other).__name__}")
         return "\n\n".join(filter(None, found.values()))
 
 
@@ -112,11 +112,11 @@ def require_lines(file: InputFile, head: bytes) -> None:
 
 
 def decode(content: bytes) -> str:
-    """Return UTF-8 as text; Fault with the byte that is wrong."""
+    """Return UTF-8 as text; LineFault with the byte that is wrong."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise Fault(f"invalid UTF-8: {error.reason} 0x{content[error.start]:02x}", byte=error.start) from None
+        raise LineFault(f"invalid UTF-8: {error.reason} 0x{content[error.start]:02x}", byte=error.start) from None
 
 
 def _lookup(value: dict[str, Any], key: str) -> Any:
@@ -132,19 +132,19 @@ def _lookup(value: dict[str, Any], key: str) -> Any:
     return _MISSING
 
 
-def null_text(key: str) -> Fault:
+def null_text(key: str) -> LineFault:
     """Return the fault of a document whose only text is null."""
-    return Fault(f"no text: {key!r} is null", hint="--skip-invalid")
+    return LineFault(f"no text: {key!r} is null", hint="--skip-invalid")
 
 
-def _no_key(value: dict[str, Any], keys: Sequence[str], *, after_others: bool) -> Fault:
+def _no_key(value: dict[str, Any], keys: Sequence[str], *, after_others: bool) -> LineFault:
     asked = " or ".join(map(repr, keys)) + " with a text" * (len(keys) > 1)
     others = ", ".join(map(repr, value)) or "none"
     longest = max(_lengths(value), default=None)
     hint = longest and f"--text-key {longest[1]}"
     if after_others:  # whose key that is not
         hint = "--skip-invalid" + (f", or --text-key {','.join(keys)},{longest[1]}" if longest else "")
-    return Fault(f"no key {asked}; its keys: {others}", hint=hint)
+    return LineFault(f"no key {asked}; its keys: {others}", hint=hint)
 
 
 def _lengths(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[int, str]]:

@@ -62,9 +62,9 @@ def foreign_names_page() -> str:
 
 def meanings(entry: Entry) -> Sequence[tuple[str, Meaning]]:
     """Return what an entry means, with the word for which it does."""
-    if isinstance(entry.said, str):
-        return [("", Meaning.of(entry.said))]
-    return [(word, Meaning.of(text)) for word, text in entry.said.items()]
+    if isinstance(entry.answer, str):
+        return [("", Meaning.of(entry.answer))]
+    return [(word, Meaning.of(text)) for word, text in entry.answer.items()]
 
 
 def shown(entry: Entry, word: str) -> str:

@@ -73,13 +73,13 @@ def print_converted(text: str, beside: Sequence[str]) -> int:
         hint = "trainer train --from-megatron COMMAND > mega.toml, then trainer train mega.toml with what is beside it"
         raise UserError(f"--from-megatron is used alone, not with {', '.join(beside)}", hint=hint)
     source, command = source_of(text)
-    found = Conversion.of(command)
-    config_from(found.tables, source=source, world_size=None)
-    for line in found.lines(source):
+    conversion = Conversion.of(command)
+    config_from(conversion.tables, source=source, world_size=None)
+    for line in conversion.lines(source):
         print_line(line)
     for title, texts in (
-        ("what does not exist here, and was left out:", found.missing),
-        ("what only the shell knows, and is to be filled in:", found.open),
+        ("what does not exist here, and was left out:", conversion.missing),
+        ("what only the shell knows, and is to be filled in:", conversion.open),
     ):
         if texts:
             log("\n  ".join([title, *texts]))

@@ -32,9 +32,9 @@ def load_config(path: str | None, overrides: Settings | None = None, *, world_si
     Sizes that were left at 0 are filled in, but vocab_size: the token stores know it. Where a checkpoint is gone on
     from, or loaded, `[model]` begins as its model. Raises one UserError that lists all faults.
     """
-    written = read_toml(path) if path else {}
-    tables, given = with_model(written, overrides or {}), names_in(written)
-    return config_from(tables, overrides, source=path or "flags", world_size=world_size, given=given)
+    own = read_toml(path) if path else {}
+    tables, written = with_model(own, overrides or {}), names_in(own)
+    return config_from(tables, overrides, source=path or "flags", world_size=world_size, written=written)
 
 
 def with_model(tables: dict[str, Any], overrides: Settings) -> dict[str, Any]:
@@ -42,13 +42,13 @@ def with_model(tables: dict[str, Any], overrides: Settings) -> dict[str, Any]:
 
     Keys that the tables set themselves stay.
     """
-    saving, given = tables.get("checkpoint", {}), tables.get("model", {})
-    if not isinstance(saving, Mapping) or not isinstance(given, Mapping):
+    saving, own_model = tables.get("checkpoint", {}), tables.get("model", {})
+    if not isinstance(saving, Mapping) or not isinstance(own_model, Mapping):
         return tables
     saves, load = (overrides.get(f"checkpoint.{name}", saving.get(name)) for name in ("save", "load"))
     urls = [*shared_tiers(texts_of(saves)), *texts_of(load)]
     known = next((model for model in map(model_of, urls) if model is not None), {})
-    return {**tables, "model": {**known, **given}} if known else tables
+    return {**tables, "model": {**known, **own_model}} if known else tables
 
 
 def texts_of(value: Any) -> list[str]:
@@ -90,16 +90,16 @@ def config_from(
     *,
     source: str,
     world_size: int | None = 1,
-    given: Collection[str] | None = None,
+    written: Collection[str] | None = None,
 ) -> Config:
     """Return the checked configuration from nested tables; see load_config.
 
-    `given` are the names that a user wrote in the tables, by default all. What else is there was recorded; if it is
+    `written` are the names that a user wrote in the tables, by default all. What else is there was recorded; if it is
     without effect, its default takes its place.
     """
     refuse_beyond(tables.get("model"), source)
     faults: list[Fault] = []
-    asked_for = {*(names_in(tables) if given is None else given), *(overrides or {})}
+    asked_for = {*(names_in(tables) if written is None else written), *(overrides or {})}
     config = effective(walk(Config, merged(tables, overrides or {}, faults), faults), but=asked_for)
     if world_size is None:
         world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)

@@ -39,14 +39,14 @@ def launch(arguments: Sequence[str], verbs: Collection[str]) -> int:
         from trainer.job import meeting
 
         forget_prepared()
-        given = parse(arguments, verbs)
-        given.signals_to_handle = ""  # PassedSignals hears them
+        options = parse(arguments, verbs)
+        options.signals_to_handle = ""  # PassedSignals hears them
         os.environ[END_FILE] = str(Path(folder) / "code")
-        place, started_s = meeting.Meeting.of(given), time.monotonic()
+        place, started_s = meeting.Meeting.of(options), time.monotonic()
         with PassedSignals() as signals:
             try:
                 place.check()
-                run.run(given)
+                run.run(options)
             except ChildFailedError as error:
                 return report_ranks(error)
             except SignalException as error:
@@ -77,21 +77,21 @@ def parse(arguments: Sequence[str], verbs: Collection[str]) -> argparse.Namespac
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[assignment, method-assign]
-    given = parser.parse_args(list(arguments))
-    if re.fullmatch(r"0+|-\d+", given.nproc_per_node):
-        refuse(f"--nproc-per-node {given.nproc_per_node}: a node has one rank or more")
-    if given.module or given.no_python or given.run_path:
-        return given
-    verb = given.training_script
+    options = parser.parse_args(list(arguments))
+    if re.fullmatch(r"0+|-\d+", options.nproc_per_node):
+        refuse(f"--nproc-per-node {options.nproc_per_node}: a node has one rank or more")
+    if options.module or options.no_python or options.run_path:
+        return options
+    verb = options.training_script
     if verb in verbs:
-        given.module, given.training_script = True, "trainer"
-        given.training_script_args = [verb, *given.training_script_args]
+        options.module, options.training_script = True, "trainer"
+        options.training_script_args = [verb, *options.training_script_args]
     elif not os.path.exists(verb):
         raise UserError(
             f"{verb} is neither a verb ({', '.join(verbs)}) nor a script that is there",
             hint=f"{SAMPLE}, or ... SCRIPT.py, or ... -m MODULE",
         )
-    return given
+    return options
 
 
 @contextmanager

@@ -32,17 +32,17 @@ class Meeting:
     waits_s: float  # for an answer of the store
 
     @classmethod
-    def of(cls, given: argparse.Namespace) -> "Meeting":
+    def of(cls, options: argparse.Namespace) -> "Meeting":
         """Read torchrun's flags."""
-        endpoint, is_static = str(get_rdzv_endpoint(given)).strip(), given.rdzv_backend == "static"
+        endpoint, is_static = str(get_rdzv_endpoint(options)).strip(), options.rdzv_backend == "static"
         named = re.fullmatch(r"(.*?)(?::(\d+|None))?", endpoint)
         assert named is not None, "any text matches"
         host, number = named[1].strip("[]") or "localhost", named[2] or str(DEFAULT_PORT)
-        is_alone = given.standalone or (given.nnodes in ("1", "1:1") and number == "None")
+        is_alone = options.standalone or (options.nnodes in ("1", "1:1") and number == "None")
         port = 0 if is_alone else 29500 if number == "None" else int(number)
-        found = re.search(rf"(?:^|,){'' if is_static else 'read_'}timeout=(\d+)(?:,|$)", given.rdzv_conf)
+        found = re.search(rf"(?:^|,){'' if is_static else 'read_'}timeout=(\d+)(?:,|$)", options.rdzv_conf)
         waits_s = min(float(found[1]) if found else READ_TIMEOUT_S, READ_TIMEOUT_S)
-        return cls(host, port, given.nnodes, given.rdzv_id, is_static, waits_s)
+        return cls(host, port, options.nnodes, options.rdzv_id, is_static, waits_s)
 
     @property
     def place(self) -> str:
@@ -62,23 +62,23 @@ class Meeting:
 
     def fault(self, error: Exception, waited_s: float) -> FailedLaunch:
         """Return what an error of FAULTS means, which came after some time."""
-        said = _cause(error)
+        cause = _cause(error)
         if name_fault := _name_fault(self.host):
             flags = "--master-addr HOST --master-port" if self.is_static else "--rdzv-endpoint HOST:"
             hint = f"getent hosts {self.host}; {flags}{' ' * self.is_static}{self.port}, where HOST is one of the nodes"
             return self._failed(f"{self.host} has no address: {name_fault}", hint)
         if isinstance(error, RendezvousClosedError):
             return self._failed(f"the job {self.job!r} at {self.place} is over", "another --rdzv-id on all nodes")
-        if isinstance(error, RendezvousTimeoutError) or "clients joined" in said:
+        if isinstance(error, RendezvousTimeoutError) or "clients joined" in cause:
             waits = "timeout" if self.is_static else "join_timeout"
             return self._failed(
                 f"not all of the {self.nnodes} nodes came to {self.place} within {waited_s:.0f} s",
                 f"the same command on the others; --nnodes 1 without them; --rdzv-conf {waits}=1800 waits longer",
             )
-        if "EADDRINUSE" in said or "address already in use" in said or self._answers():
+        if "EADDRINUSE" in cause or "address already in use" in cause or self._answers():
             return self._in_use()
         return self._failed(
-            f"nobody answers at {self.place} any more, or yet: {said}",
+            f"nobody answers at {self.place} any more, or yet: {cause}",
             f"is the launcher of {self.host} there, and its port open to this host? nc -vz {self.host} {self.port}",
         )
 

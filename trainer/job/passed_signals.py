@@ -63,13 +63,13 @@ class PassedSignals:
 
 def ranks_here() -> list[int]:
     """Return the processes that this one started and that lead a session, which torch makes of each rank."""
-    found = []
+    ranks = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             if state != "Z" and int(parent) == os.getpid() and session == folder.name:
-                found.append(int(folder.name))
-    return found
+                ranks.append(int(folder.name))
+    return ranks
 
 
 def all_end_well(ranks: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     counts = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", size))
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     number = sum(int(environment.get(name, "0") or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    found = {
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
@@ -31,7 +31,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
         "MASTER_ADDR": first_node(nodes) or "localhost",
         "MASTER_PORT": str(PORTS[number % len(PORTS)]),
     }
-    for name, value in found.items():
+    for name, value in variables.items():
         environment.setdefault(name, value)
 
 

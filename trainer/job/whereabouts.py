@@ -42,13 +42,13 @@ class Whereabouts:
 
     def behind(self, ranks: Sequence[int]) -> dict[int, Place | None]:
         """Return which of some ranks did not come as far as this one, and where they were; None if they never said."""
-        found: dict[int, Place | None] = {}
+        places: dict[int, Place | None] = {}
         for rank in ranks:
             said = self._board.read(_key(rank)) if rank != self._rank else None
             place = Place(*json.loads(said)) if said else None
             if rank != self._rank and (place is None or place < self._place):
-                found[rank] = place
-        return found
+                places[rank] = place
+        return places
 
     @property
     def place(self) -> Place:

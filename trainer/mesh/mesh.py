@@ -89,13 +89,13 @@ class ProcessMesh:
         NCCL connects two ranks at their first transfer and blocks both hosts until then. A schedule may begin a receive
         long before its neighbour sends, and the neighbour may wait for this rank.
         """
-        mine, back = self._connect(name), self._connect(f"{name}_back")
+        groups, back = self._connect(name), self._connect(f"{name}_back")
         if self.device.type == "cuda":
-            for group in [*mine, *back]:
+            for group in [*groups, *back]:
                 first = torch.zeros(1, device=self.device)
                 (group.receive(first, 0) if group.index else group.send(first, 1)).wait()
-        previous = [group for group in mine if group.index == 1] + [group for group in back if group.index == 0]
-        following = [group for group in mine if group.index == 0] + [group for group in back if group.index == 1]
+        previous = [group for group in groups if group.index == 1] + [group for group in back if group.index == 0]
+        following = [group for group in groups if group.index == 0] + [group for group in back if group.index == 1]
         return Links(next(iter(previous), None), next(iter(following), None))
 
     def _connect(self, name: str) -> list[Group]:
@@ -103,18 +103,18 @@ class ProcessMesh:
 
         Calls of groups along axes come one after the other, so equal ones are one.
         """
-        wanted, axes = tuple(self._needed[name]), GROUPS.get(name, ())
-        if axes and wanted in self._made:
-            return self._made[wanted]
-        mine = []
-        for ranks in wanted:
+        members, axes = tuple(self._needed[name]), GROUPS.get(name, ())
+        if axes and members in self._made:
+            return self._made[members]
+        groups = []
+        for ranks in members:
             transport = self._network.connect(name, ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
                 place = ranks.index(self.rank)
-                mine.append(Group(name, ranks, place, self.clock, transport, self.recorder, axes))
+                groups.append(Group(name, ranks, place, self.clock, transport, self.recorder, axes))
         if axes:
-            self._made[wanted] = mine
-        return mine
+            self._made[members] = groups
+        return groups
 
 
 def mesh_of(

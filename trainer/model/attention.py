@@ -54,7 +54,7 @@ class Attention:
             norms = []
         if batch.turns_SH is None and not norms:
             return self._split(qkv_SC)
-        return _Heads.apply(qkv_SC, batch.turns_SH, self.counts, norms, self.choices.forms.rope)
+        return _TurnedHeads.apply(qkv_SC, batch.turns_SH, self.counts, norms, self.choices.forms.rope)
 
     def _split(self, qkv_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads = self.counts
@@ -62,7 +62,7 @@ class Attention:
         return heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
 
 
-class _Heads(torch.autograd.Function):
+class _TurnedHeads(torch.autograd.Function):
     """RoPE, and RMSNorm of heads before it: in place without a norm, since nobody else reads the product."""
 
     @staticmethod

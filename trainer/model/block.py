@@ -24,9 +24,14 @@ class Block:
     """One pre-norm layer behind the unit `before`: two units; `number` is its place in the whole model."""
 
     def __init__(
-        self, model: ModelConfig, store: ParameterStore, number: int, tensor: TensorParallel, choices: OpChoices,
+        self,
+        model: ModelConfig,
+        store: ParameterStore,
+        number: int,
+        tensor: TensorParallel,
+        choices: OpChoices,
         before: Unit | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         prefix, self.number = f"layers.{number}", number
         first, self.unit = store.unit(f"{prefix}.attn"), store.unit(f"{prefix}.mlp")
         self.norm1 = Norm(model, first, f"{prefix}.norm1", choices, Border(before, first))

@@ -22,7 +22,7 @@ from trainer.store.unit import Border, Unit
 
 
 class Chunk:
-    """One of the parts of the model on this rank; owned by the training thread."""
+    """A model chunk: one of the parts of the model on this rank; owned by the training thread."""
 
     def __init__(
         self, config: Config, store: ParameterStore, mesh: ProcessMesh, choices: OpChoices, stage: int

@@ -18,7 +18,7 @@ from trainer.config.resolve import cuts_tokens
 from trainer.mesh.layout import holders
 from trainer.model.stages import is_on_rank, stage_ranges
 from trainer.store.parameter import Parameter
-from trainer.store.plan import Run, plan_runs
+from trainer.store.plan import ParameterRun, plan_runs
 
 
 def parameter_table(config: Config) -> dict[str, Parameter]:
@@ -37,8 +37,8 @@ def with_groups(table: dict[str, Parameter], groups: Sequence[GroupConfig]) -> d
 
     For example "*.norm?.weight" fits layers.0.norm1.weight, and "head.weight" no row of its own if it is tied.
     """
-    taken: set[str] = set()
-    found = dict(table)
+    fitted: set[str] = set()
+    rows = dict(table)
     for number, group in enumerate(groups):
         fitting = {
             name for name, row in table.items() if not row.placement.tied_to and fnmatchcase(name, group.pattern)
@@ -47,13 +47,13 @@ def with_groups(table: dict[str, Parameter], groups: Sequence[GroupConfig]) -> d
         if not fitting:
             near = get_close_matches(group.pattern, table, 1, 0) or list(table)[:1]
             raise UserError(f"{place} fits no parameter; the names are such as {near[0]}")
-        if fitting <= taken:
+        if fitting <= fitted:
             raise UserError(f"{place} fits only what groups before it have taken, such as {min(fitting)}")
-        for name in fitting - taken:
+        for name in fitting - fitted:
             decay = table[name].decay if group.decay_factor is None else group.decay_factor
-            found[name] = replace(table[name], rate=group.lr_factor, decay=decay)
-        taken |= fitting
-    return found
+            rows[name] = replace(table[name], rate=group.lr_factor, decay=decay)
+        fitted |= fitting
+    return rows
 
 
 def _rows(config: Config) -> dict[str, Parameter]:
@@ -119,25 +119,27 @@ def _norm_rows(model: ModelConfig, name: str, size: int, placement: Placement) -
     return rows
 
 
-def local_runs(config: Config, table: dict[str, Parameter], layout: ParallelLayout, coords: Coords) -> list[Run]:
+def local_runs(
+    config: Config, table: dict[str, Parameter], layout: ParallelLayout, coords: Coords
+) -> list[ParameterRun]:
     """Return what the rank at `coords` holds, q|k|v and gate|up as one run each.
 
     A tied head is the embedding's matrix, which both the first and the last stage hold.
     """
     num_layers = config.model.num_layers
     ranges = stage_ranges(config, table, layout.num_stages)
-    here: dict[str, Parameter] = {}
+    local: dict[str, Parameter] = {}
     for name, row in table.items():
         if is_on_rank(row.placement, ranges, layout, coords.pp):
             owner = row.placement.tied_to or name
-            here[owner] = table[owner]
-    shapes = {name: row.placement.live_shape(name, row.shape, layout) for name, row in here.items()}
+            local[owner] = table[owner]
+    shapes = {name: row.placement.live_shape(name, row.shape, layout) for name, row in local.items()}
     tied = {row.placement.tied_to for row in table.values()}
-    held = {name: holders(row.placement, layout, is_tied=name in tied) for name, row in here.items()}
-    units = {name: _unit(name) for name in here}
+    held = {name: holders(row.placement, layout, is_tied=name in tied) for name, row in local.items()}
+    units = {name: _unit(name) for name in local}
     fused = [names for layer in range(num_layers) for names in fused_names(config.model, layout, f"layers.{layer}")]
-    runs = plan_runs(shapes, [names for names in fused if names[0] in here], units, held)
-    kinds = [{here[name].optimizer for name in run.names} for run in runs]
+    runs = plan_runs(shapes, [names for names in fused if names[0] in local], units, held)
+    kinds = [{local[name].optimizer for name in run.names} for run in runs]
     assert all(len(kind) == 1 for kind in kinds), "what is one matrix for the arithmetic has one optimizer"
     return [replace(run, optimizer=kind.pop()) for run, kind in zip(runs, kinds, strict=True)]
 

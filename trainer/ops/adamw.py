@@ -122,18 +122,18 @@ def adamw_reference(
     if is_bad:
         return
     correction1, correction2 = (1 - beta ** (step + 1) for beta in (optim.beta1, optim.beta2))
-    for each in intervals:
-        gradient = each.gradient * factor.to(each.gradient.dtype)
-        exp_avg, exp_avg_sq = each.exp_avg.to(gradient.dtype), each.exp_avg_sq.to(gradient.dtype)
+    for interval in intervals:
+        gradient = interval.gradient * factor.to(interval.gradient.dtype)
+        exp_avg, exp_avg_sq = interval.exp_avg.to(gradient.dtype), interval.exp_avg_sq.to(gradient.dtype)
         exp_avg.lerp_(gradient, 1 - optim.beta1)
         exp_avg_sq.mul_(optim.beta2).addcmul_(gradient, gradient, value=1 - optim.beta2)
-        each.master.mul_(1 - lr * optim.weight_decay * each.decays)
+        interval.master.mul_(1 - lr * optim.weight_decay * interval.decays)
         root = exp_avg_sq.sqrt() / correction2**0.5
-        each.master.addcdiv_(exp_avg, root.add_(optim.eps), value=-lr / correction1)
-        each.exp_avg.copy_(exp_avg)
-        each.exp_avg_sq.copy_(exp_avg_sq)
-        if each.published is not None:
-            each.published.copy_(each.master)
+        interval.master.addcdiv_(exp_avg, root.add_(optim.eps), value=-lr / correction1)
+        interval.exp_avg.copy_(exp_avg)
+        interval.exp_avg_sq.copy_(exp_avg_sq)
+        if interval.published is not None:
+            interval.published.copy_(interval.master)
 
 
 @torch.no_grad()

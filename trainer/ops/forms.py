@@ -25,15 +25,15 @@ def forward(form: str, function: Function, *inputs: Any) -> tuple[Tensor, ...]:
 
 
 def backward(
-    form: str, function: Function, wanted: Sequence[int], gradients: Sequence[Tensor], *inputs: Any,
+    form: str, function: Function, places: Sequence[int], gradients: Sequence[Tensor], *inputs: Any,
     with_outputs: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
-    """Return the gradients of those inputs whose places are `wanted`, for the outputs' gradients, and the outputs.
+    """Return the gradients of those inputs in these places, for the outputs' gradients, and the outputs.
 
     The outputs are () unless `with_outputs`.
     """
     step = _compiled(_pulled_back) if form == "compile" else _differentiated
-    return step(function, tuple(wanted), with_outputs, tuple(gradients), *inputs)
+    return step(function, tuple(places), with_outputs, tuple(gradients), *inputs)
 
 
 def package(name: str) -> Any:
@@ -52,23 +52,23 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _pulled_back(function: Function, wanted: Sequence[int], with_outputs: bool, gradients: Any, *inputs: Any) -> Any:
-    def of_wanted(*changed: Tensor) -> tuple[Tensor, ...]:
+def _pulled_back(function: Function, places: Sequence[int], with_outputs: bool, gradients: Any, *inputs: Any) -> Any:
+    def of_changed(*changed: Tensor) -> tuple[Tensor, ...]:
         values = list(inputs)
-        for place, value in zip(wanted, changed, strict=True):
+        for place, value in zip(places, changed, strict=True):
             values[place] = value
         return function(*values)
 
-    found: Any = torch.func.vjp(of_wanted, *(inputs[place] for place in wanted))
+    found: Any = torch.func.vjp(of_changed, *(inputs[place] for place in places))
     outputs, pull = found
     return pull(gradients), outputs if with_outputs else ()
 
 
-def _differentiated(function: Function, wanted: Sequence[int], with_outputs: bool, gradients: Any, *inputs: Any) -> Any:
+def _differentiated(function: Function, places: Sequence[int], with_outputs: bool, gradients: Any, *inputs: Any) -> Any:
     values = list(inputs)
-    for place in wanted:
+    for place in places:
         values[place] = values[place].detach().requires_grad_()
     with torch.enable_grad():
         outputs = function(*values)
-    found = torch.autograd.grad(outputs, [values[place] for place in wanted], gradients)
+    found = torch.autograd.grad(outputs, [values[place] for place in places], gradients)
     return found, tuple(each.detach() for each in outputs) if with_outputs else ()

@@ -57,7 +57,7 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
     flags = {name: flag for name, flag in overrides.items() if not name.startswith(("checkpoint.", "log."))}
     source = config_path or f"the configuration in step {step} of {run.storage.url}"
     given = None if config_path else ()
-    checked = config_from(tables, flags, source=source, world_size=world_size, given=given)
+    checked = config_from(tables, flags, source=source, world_size=world_size, written=given)
     config = settled(checked, recorded_config(root))
     if not config.model.vocab_size and "embed.weight" in root.tensors:
         vocab_size = root.tensors["embed.weight"].shape[0]

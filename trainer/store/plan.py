@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ParameterRun:
     """Parameters that lie in one piece and are one matrix for the arithmetic: q, k and v, or one parameter alone."""
 
     shapes: Mapping[str, Shape]
@@ -56,7 +56,7 @@ class Segment:
 class BucketPlan:
     """Runs of one unit, group of holders and optimizer in one buffer, each at a 64-byte aligned offset."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ParameterRun, ...]
     itemsize: int
 
     @property
@@ -104,7 +104,7 @@ class BucketPlan:
 
 def plan_runs(
     shapes: Mapping[str, Shape], fused: Iterable[Sequence[str]], unit_of: Mapping[str, str], holders: Mapping[str, Axes]
-) -> list[Run]:
+) -> list[ParameterRun]:
     """Return the parameters in their order as runs; those of a fused group come where its first one is."""
     group_of = {name: tuple(group) for group in fused for name in group}
     runs, taken = [], set[str]()
@@ -112,16 +112,16 @@ def plan_runs(
         names = group_of.get(name, (name,))
         if name not in taken:
             taken |= set(names)
-            runs.append(Run({each: shapes[each] for each in names}, unit_of[name], holders[name]))
+            runs.append(ParameterRun({each: shapes[each] for each in names}, unit_of[name], holders[name]))
     return runs
 
 
-def plan_buckets(runs: Sequence[Run], bytes_each: int, itemsize: int) -> list[BucketPlan]:
+def plan_buckets(runs: Sequence[ParameterRun], bytes_each: int, itemsize: int) -> list[BucketPlan]:
     """Group runs, in order, into buckets of at most `bytes_each` (a larger run has one of its own).
 
     No bucket spans two units, two groups of holders or two optimizers.
     """
-    buckets: dict[tuple[str, Axes, str], list[list[Run]]] = {}
+    buckets: dict[tuple[str, Axes, str], list[list[ParameterRun]]] = {}
     for run in runs:
         parts = buckets.setdefault((run.unit, run.holders, run.optimizer), [[]])
         filled = sum(each.numel for each in parts[-1]) * itemsize

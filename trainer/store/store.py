@@ -23,7 +23,7 @@ from trainer.store.bucket import Bucket
 from trainer.store.initial import initial_values
 from trainer.store.optimizers import Updates
 from trainer.store.parameter import Parameter
-from trainer.store.plan import Run, plan_buckets
+from trainer.store.plan import ParameterRun, plan_buckets
 from trainer.store.unit import Unit
 
 
@@ -50,7 +50,7 @@ class ParameterStore:
     """The live parameters of one rank; owned by the training thread, all ranks make the same calls."""
 
     def __init__(
-        self, table: Mapping[str, Parameter], runs: Sequence[Run], mesh: ProcessMesh, options: StoreOptions
+        self, table: Mapping[str, Parameter], runs: Sequence[ParameterRun], mesh: ProcessMesh, options: StoreOptions
     ) -> None:
         self.table, self.mesh, self.options = table, mesh, options
         self.buckets = [
@@ -82,7 +82,7 @@ class ParameterStore:
                 found.append((replace(row, rate=1.0, decay=1.0) if of_owned else row, part))  # a norm has no factors
         return Updates(found)
 
-    def _handle(self, bucket: Bucket, run: Run, offset: int) -> Weight:
+    def _handle(self, bucket: Bucket, run: ParameterRun, offset: int) -> Weight:
         first = self.table[run.names[0]]
         part = slice(offset, offset + run.numel)
         gradient = bucket.gradients[part].view(run.shape) if self.options.with_optimizer else None

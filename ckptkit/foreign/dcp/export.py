@@ -46,7 +46,7 @@ MAX_CHUNK_BYTES = 0xFFFFFFFF - (1 << 20)  # of a zip without the extension for l
 
 
 @dataclass(frozen=True)
-class Item:
+class FileItem:
     """Elements [start, stop) of a tensor in a file: its zip begins at `offset`, None around a pickled value."""
 
     info: TensorInfo
@@ -98,7 +98,7 @@ class DcpFile:
     """One file: items one after the other, with zeros before the elements of some so that these are aligned."""
 
     name: str
-    items: tuple[Item, ...]
+    items: tuple[FileItem, ...]
 
     @property
     def head(self) -> bytes:
@@ -160,7 +160,7 @@ def _files_beside(source: ChunkSource) -> dict[str, bytes]:
 
 def planned(root: Root, state: DcpState, max_shard_bytes: int) -> list[DcpFile]:
     """Return the files that hold the tensors of a step, tied ones left out."""
-    files: list[list[Item]] = [[]]
+    files: list[list[FileItem]] = [[]]
     held = [info for info in root.tensors.values() if info.placement.tied_to is None]
     for info in sorted(held, key=storage_order):
         for start, stop in _ranges(info, state):
@@ -168,7 +168,7 @@ def planned(root: Root, state: DcpState, max_shard_bytes: int) -> list[DcpFile]:
             if at >= max_shard_bytes:
                 files.append([])
                 at = 0
-            item = Item(info, start, stop, at, None if info.name in state.blobs else _zip(info, start, stop, state))
+            item = FileItem(info, start, stop, at, None if info.name in state.blobs else _zip(info, start, stop, state))
             padding = -item.begin % ALIGNMENT if item.around else 0
             files[-1].append(replace(item, offset=at + padding))
     return [DcpFile(f"__0_{number}.distcp", tuple(items)) for number, items in enumerate(files) if items]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ckptkit.foreign.checks import FETCH, checked_size
 from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, read_metadata
-from ckptkit.foreign.dcp.safetensors import Part, read_folder, read_parts
+from ckptkit.foreign.dcp.safetensors import FileBox, read_folder, read_parts
 from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.foreign.hf.contents import INDEX
@@ -35,7 +35,7 @@ class DcpFolder(ForeignFolder):
     """One folder, with the methods of a Run that holds one step, 0; nothing is read before the first of them."""
 
     scheme = "dcp:"
-    _parts: Mapping[str, Mapping[str, Part]] = MappingProxyType({})  # of files that are safetensors
+    _parts: Mapping[str, Mapping[str, FileBox]] = MappingProxyType({})  # of files that are safetensors
 
     @cached_property
     def contents(self) -> DcpContents:
@@ -97,14 +97,14 @@ class DcpFolder(ForeignFolder):
             raise CheckFailed(f"{self.url}/{place.file} at byte {place.offset:,} holds {what}")
         return Found(name, Box(chunk.offset, chunk.shape), place.file, stored)
 
-    def _of_safetensors(self) -> dict[str, dict[str, Part]]:
+    def _of_safetensors(self) -> dict[str, dict[str, FileBox]]:
         """Return the parts of the files that are safetensors, which follow what was pickled."""
         contents, starts = self.contents, dict[str, int]()
         files = {chunk.place.file for each in contents.tensors.values() for chunk in each.chunks}
         for place in contents.blobs.values():
             starts[place.file] = max(starts.get(place.file, 0), place.offset + place.length)
 
-        def parts_of(file: str) -> dict[str, Part] | None:
+        def parts_of(file: str) -> dict[str, FileBox] | None:
             start = starts.get(file, 0)
             return read_parts(self.storage, file, start) if self._is_safetensors(file, start) else None
 

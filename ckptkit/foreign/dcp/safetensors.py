@@ -23,7 +23,7 @@ SHARDING, SUFFIX = "DCP_SHARDING_INFO", ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileBox:
     """A box of a tensor as a file has it: where it begins in the whole one."""
 
     offset: Ints
@@ -42,19 +42,19 @@ class Part:
         return StoredTensor(self.dtype, shape, stride, start, start + self.tensor.size_bytes)
 
 
-def read_parts(storage: Storage, key: str, start: int = 0) -> dict[str, Part]:
+def read_parts(storage: Storage, key: str, start: int = 0) -> dict[str, FileBox]:
     """Return what a file holds from a byte on, by name; CheckFailed if it is not sound."""
     tensors, metadata, _ = read_file(storage, key, start)
     with checked(f"{storage.url}/{key} does not say where its tensors begin as torch does", "fetch the file again"):
         described = json.loads(metadata.get(SHARDING, "{}")).items()
         offsets = {name: row_of_sizes(fields["saved_offsets"]) for name, fields in described}
-        parts = {name: Part(offsets.get(name, (0,) * len(each.shape)), each) for name, each in tensors.items()}
+        parts = {name: FileBox(offsets.get(name, (0,) * len(each.shape)), each) for name, each in tensors.items()}
         if any(len(part.offset) != len(part.tensor.shape) for part in parts.values()):
             raise ValueError("places of other dims than the tensors")
     return parts
 
 
-def read_folder(storage: Storage) -> tuple[DcpContents, dict[str, dict[str, Part]]] | None:
+def read_folder(storage: Storage) -> tuple[DcpContents, dict[str, dict[str, FileBox]]] | None:
     """Return what a folder of whole tensors holds that the Hugging Face writer made, and each file's parts.
 
     None if it is not such a folder; CheckFailed for shards of tensors whose size nothing says.
@@ -75,7 +75,7 @@ def read_folder(storage: Storage) -> tuple[DcpContents, dict[str, dict[str, Part
     return DcpContents(_whole(storage, files), {}, None), files
 
 
-def _whole(storage: Storage, files: Mapping[str, Mapping[str, Part]]) -> dict[str, DcpTensor]:
+def _whole(storage: Storage, files: Mapping[str, Mapping[str, FileBox]]) -> dict[str, DcpTensor]:
     """Return the tensors of some files, each whole in one of them."""
     tensors = {}
     for key, parts in files.items():

@@ -22,7 +22,7 @@ from ckptkit.foreign.folder_export import (
     SourceReader,
     write_folder,
 )
-from ckptkit.foreign.hf.plan import Outgoing, Shard, export_of
+from ckptkit.foreign.hf.plan import Outgoing, TensorFile, export_of
 from ckptkit.io.blocks import Bytes
 from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
@@ -65,7 +65,7 @@ def export_folder(
     return write_folder(source, target, plan, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
-def _pieces(url: str, shard: Shard, reader: SourceReader) -> Iterator[FilePiece]:
+def _pieces(url: str, shard: TensorFile, reader: SourceReader) -> Iterator[FilePiece]:
     """Yield a shard's header, and its tensors."""
     yield FilePiece.of_bytes(0, len(shard.header), lambda: shard.header)
     tensors = _TensorReader(url, reader)

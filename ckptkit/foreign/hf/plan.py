@@ -60,7 +60,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorFile:
     """One safetensors file: its header, then its tensors back to back."""
 
     name: str
@@ -77,7 +77,7 @@ class Shard:
 class Export:
     """All files of a folder: shards of weights, and small files by name."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[TensorFile, ...]
     files: Mapping[str, bytes]
 
     @property
@@ -178,7 +178,7 @@ def outgoing(rows: Iterable[Row], root: Root, url: str, dtype: str | None) -> li
     return results
 
 
-def shards_of(tensors: Sequence[Outgoing], max_bytes: int, stem: str = STEM) -> tuple[Shard, ...]:
+def shards_of(tensors: Sequence[Outgoing], max_bytes: int, stem: str = STEM) -> tuple[TensorFile, ...]:
     """Return tensors in files of at most so many bytes of them, or of one larger tensor; `stem` begins their names."""
     groups: list[list[Outgoing]] = []
     room = 0
@@ -193,7 +193,7 @@ def shards_of(tensors: Sequence[Outgoing], max_bytes: int, stem: str = STEM) -> 
     return tuple(_shard(name, group) for name, group in zip(names, groups, strict=True))
 
 
-def index_of(shards: Sequence[Shard]) -> bytes:
+def index_of(shards: Sequence[TensorFile]) -> bytes:
     """Return the index of several files."""
     total = sum(tensor.size_bytes for shard in shards for tensor in shard.tensors)
     places = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
@@ -233,7 +233,7 @@ def _order(row: Row) -> tuple[int, int, str, int]:
     return (*depth, row.foreign, 0) if row.expert is None else (*depth, row.name, row.expert)
 
 
-def _shard(name: str, tensors: Sequence[Outgoing]) -> Shard:
+def _shard(name: str, tensors: Sequence[Outgoing]) -> TensorFile:
     ordered = tuple(sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype]))  # elements stay aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -243,7 +243,7 @@ def _shard(name: str, tensors: Sequence[Outgoing]) -> Shard:
         at += tensor.size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return Shard(name, struct.pack("<Q", len(text)) + text, ordered)
+    return TensorFile(name, struct.pack("<Q", len(text)) + text, ordered)
 
 
 def _files(source: ChunkSource, like: Storage | None) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from ckptkit.foreign.checks import checked_size
 from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.foreign.folder_source import FolderSource
 from ckptkit.foreign.stored_parts import Found, stored_source, table_of
-from ckptkit.foreign.torch_checkpointing.metadata import FILE, Cut, Item, SavedItems, read_items
+from ckptkit.foreign.torch_checkpointing.metadata import FILE, Item, SavedCut, SavedItems, read_items
 from ckptkit.foreign.torch_files.archive import Local, dtype_of, read_archive
 from ckptkit.foreign.torch_files.restricted_pickle import MAX_BYTES
 from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES, StoredTensor
@@ -177,7 +177,7 @@ class _ItemReader:
                     contents.add(Found(name, Box.whole(array.shape), self._files[rank], array), array.shape)
 
     def _add_cut(
-        self, contents: Contents, name: str, rank: int, array: StoredTensor | Local, cuts: Sequence[Cut]
+        self, contents: Contents, name: str, rank: int, array: StoredTensor | Local, cuts: Sequence[SavedCut]
     ) -> None:
         """Add what a rank holds of a tensor that is cut, but for what another has too."""
         local, file = array.tensor if isinstance(array, Local) else array, self._files[rank]

@@ -12,7 +12,7 @@ from ckptkit.foreign.checks import checked, inner_file, row_of_sizes
 from ckptkit.foreign.shown import shown
 from ckptkit.foreign.torch_files.restricted_pickle import parsed
 from ckptkit.format.state_tree import part
-from ckptkit.model.mesh_cut import Part, mesh_cut
+from ckptkit.model.mesh_cut import MeshPart, mesh_cut
 from threefold.errors import UserError
 
 FILE, VERSION, MAX_RANKS = "metadata.pkl", "2.0", 1 << 20
@@ -21,7 +21,7 @@ Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SavedCut:
     """How a tensor is cut over a mesh of ranks, those that hold the same included."""
 
     dtype: str
@@ -30,7 +30,7 @@ class Cut:
     ranks: Ints
     placements: tuple[Mapping[str, Any], ...]
 
-    def parts(self, rank: int) -> tuple[tuple[Part, ...], Ints]:
+    def parts(self, rank: int) -> tuple[tuple[MeshPart, ...], Ints]:
         """Return the parts that a rank holds, and the shape of its own tensor."""
         number, cuts = self.ranks.index(rank), []
         places = list[int]()
@@ -48,7 +48,7 @@ class Item:
     """One item of a save: the file of each rank, and by path the cut of each tensor."""
 
     files: Mapping[int, str]
-    cuts: Mapping[str, tuple[Cut, ...]]  # one for each mesh
+    cuts: Mapping[str, tuple[SavedCut, ...]]  # one for each mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _item(key: str, item: Mapping[str, Any], where: str) -> Item:
     return Item(files, cuts)
 
 
-def _cut(described: Mapping[str, Any]) -> Cut:
+def _cut(described: Mapping[str, Any]) -> SavedCut:
     if described["type"] != CUT:
         raise ValueError(f"a tensor described by {shown(described['type'])}")
     data = described["data"]
@@ -103,4 +103,4 @@ def _cut(described: Mapping[str, Any]) -> Cut:
             raise ValueError(f"placement {shown(placement['type'])}")
         if placement["type"] != "Replicate" and not 0 <= placement["dim"] < len(shape):
             raise ValueError(f"a cut of dim {shown(placement['dim'])} of {len(shape)} dims")
-    return Cut(data["dtype"].removeprefix("torch."), shape, mesh_shape, ranks, placements)
+    return SavedCut(data["dtype"].removeprefix("torch."), shape, mesh_shape, ranks, placements)

@@ -14,7 +14,7 @@ from ckptkit.loading.restore import fill_from
 from ckptkit.runs.fallback import Candidate
 from ckptkit.torch.state.capture import check_keys
 from ckptkit.torch.state.loading import OTHER_KIND, Match
-from ckptkit.torch.state.saved import Saved
+from ckptkit.torch.state.saved import SavedKeys
 from threefold.cli import log
 from threefold.errors import UserError, listed
 
@@ -64,7 +64,7 @@ def agree_on_load(exchange: Exchange, state: State, asked: dict[str, Any]) -> No
             )
 
 
-def compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -> LoadReport:
+def compared(exchange: Exchange, saved: SavedKeys, match: Match, *, strict: bool) -> LoadReport:
     """Return what all ranks together found; the same UserError on all if it is not to be loaded."""
     mine: dict[str, Any] = {
         "missing": match.missing, "faults": match.faults, "wanted": sorted(match.wanted),
@@ -115,7 +115,7 @@ def fill_state(
     state: Mapping[str, Any], reader: CheckpointReader, exchange: Exchange, *, strict: bool, certify: bool
 ) -> LoadReport:  # fmt: skip
     """Fill a state in place and report what was found; CheckFailed on all ranks where the step is damaged."""
-    saved = on_all(exchange, lambda: Saved(reader, exchange.rank, exchange.size))
+    saved = on_all(exchange, lambda: SavedKeys(reader, exchange.rank, exchange.size))
     match = on_all(exchange, lambda: Match(saved, state))
     for tie in on_all(exchange, lambda: saved.differing(match.ties)):
         match.untied.append("{} and {} are one tensor here and differ in the checkpoint".format(*tie.paths))

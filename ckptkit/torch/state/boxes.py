@@ -10,7 +10,7 @@ from torch import nn
 
 from ckptkit.io.torch_tensors import STORED, no_memory
 from ckptkit.model.box import Box
-from ckptkit.model.mesh_cut import Part, mesh_cut
+from ckptkit.model.mesh_cut import MeshPart, mesh_cut
 from ckptkit.torch.state.shards import is_shard, shard_parts, whole_shape
 from threefold.errors import UserError
 
@@ -18,12 +18,12 @@ PLAIN: frozenset[type] = frozenset((torch.Tensor, nn.Parameter))  # which wrap n
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParts:
     """A tensor as a checkpoint sees it: the dtype and global shape it is stored in, and the parts held here."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[MeshPart, ...]
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -74,7 +74,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local if type(tensor) in PLAIN or not is_dtensor(local) else local.to_local()  # type: ignore[no-any-return]
 
 
-def held_of(path: str, tensor: torch.Tensor, local: Any) -> Held:
+def held_of(path: str, tensor: torch.Tensor, local: Any) -> HeldParts:
     """Return how a tensor is stored, and what of it, `local`, is here; UserError if its memory is not its elements."""
     if is_cut(tensor) and inner_tensors(local) is not None:
         kind = "DTensor" if is_dtensor(tensor) else "shard"
@@ -114,7 +114,7 @@ def flat_of(local: torch.Tensor) -> torch.Tensor:
     return local.reshape(-1).contiguous()  # a reshape of one dim keeps its stride
 
 
-def region(local: torch.Tensor, part: Part) -> torch.Tensor:
+def region(local: torch.Tensor, part: MeshPart) -> torch.Tensor:
     """Return the view of local memory that a part is."""
     if local.shape == part.box.shape:
         return local
@@ -125,20 +125,20 @@ def region(local: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 @lru_cache(1 << 14)
-def _held_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
+def _held_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> HeldParts:
     zero = (0,) * len(shape)
-    return _as_held(dtype, shape, (Part(Box(zero, tuple(shape)), zero),))
+    return _as_held(dtype, shape, (MeshPart(Box(zero, tuple(shape)), zero),))
 
 
-def _as_held(dtype: torch.dtype, shape: tuple[int, ...], parts: tuple[Part, ...]) -> Held:
+def _as_held(dtype: torch.dtype, shape: tuple[int, ...], parts: tuple[MeshPart, ...]) -> HeldParts:
     if stored := stored_dtype(dtype):
-        return Held(stored, tuple(shape), parts)
+        return HeldParts(stored, tuple(shape), parts)
     size = dtype.itemsize
-    wide = [Part(Box((*p.box.offset, 0), (*p.box.shape, size)), (*p.at, 0)) for p in parts]
-    return Held("U8", (*shape, size), tuple(wide))
+    wide = [MeshPart(Box((*p.box.offset, 0), (*p.box.shape, size)), (*p.at, 0)) for p in parts]
+    return HeldParts("U8", (*shape, size), tuple(wide))
 
 
-def _dtensor_parts(path: str, tensor: Any, local: torch.Tensor) -> tuple[Part, ...]:
+def _dtensor_parts(path: str, tensor: Any, local: torch.Tensor) -> tuple[MeshPart, ...]:
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     coordinate = mesh.get_coordinate()
     if coordinate is None:

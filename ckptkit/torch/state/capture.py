@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ckptkit.format.state_tree import Encoder, Node, decoded, part
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.io.torch_tensors import STORED
-from ckptkit.torch.state.boxes import Held, dtype_of, held_of, inner_tensors, is_cut, local_of
+from ckptkit.torch.state.boxes import HeldParts, dtype_of, held_of, inner_tensors, is_cut, local_of
 from ckptkit.torch.state.late import owned_by, swaps_weights, version_of
 from ckptkit.torch.state.objects import (
     RNG,
@@ -41,7 +41,7 @@ class Leaf:
 
     tensor: torch.Tensor
     local: torch.Tensor
-    stored: Held
+    stored: HeldParts
     is_equal: bool
     is_late: bool
     same_as: str | None
@@ -58,13 +58,13 @@ class Entry:
 
 
 @dataclass
-class _Seen:
+class _SeenTensors:
     """The tensors of all keys that were seen so far, by object and by the address of their memory."""
 
-    objects: dict[int, list[tuple[str, Held]]] = field(default_factory=dict)
-    memory: dict[int, list[tuple[str, Held, torch.Tensor]]] = field(default_factory=dict)
+    objects: dict[int, list[tuple[str, HeldParts]]] = field(default_factory=dict)
+    memory: dict[int, list[tuple[str, HeldParts, torch.Tensor]]] = field(default_factory=dict)
 
-    def same_as(self, path: str, tensor: torch.Tensor, local: torch.Tensor, stored: Held) -> str | None:
+    def same_as(self, path: str, tensor: torch.Tensor, local: torch.Tensor, stored: HeldParts) -> str | None:
         """Return the path of an earlier tensor that is this one, and note it."""
         seen = self.objects.setdefault(id(tensor), [])
         same = next((earlier for earlier, known in seen if known.shape == stored.shape), "")
@@ -78,7 +78,7 @@ class _Seen:
         return same
 
 
-def _is_one(known: Held, memory: torch.Tensor, local: torch.Tensor, stored: Held) -> bool:
+def _is_one(known: HeldParts, memory: torch.Tensor, local: torch.Tensor, stored: HeldParts) -> bool:
     return known == stored and memory.stride() == local.stride() and memory.device == local.device
 
 
@@ -98,13 +98,13 @@ def capture(state: Mapping[str, Any]) -> dict[str, Entry]:
     """Return what each key of a state holds; UserError names the path of what no checkpoint can hold."""
     check_keys(state)
     try:
-        names, seen, owned = ParameterNames(state), _Seen(), owned_by(optimizers_in(state))
+        names, seen, owned = ParameterNames(state), _SeenTensors(), owned_by(optimizers_in(state))
         return {key: _entry(key, value, names, seen, owned) for key, value in state.items()}
     except RecursionError:
         raise UserError("a state is nested too deep, or holds itself", hint="let no dict or list hold itself") from None
 
 
-def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen, owned: Set[int]) -> Entry:
+def _entry(key: str, value: Any, names: ParameterNames, seen: _SeenTensors, owned: Set[int]) -> Entry:
     optimizers: list[str] = []
     wrapped: list[str] = []  # their version counters are not raised
     late: list[str] = []  # paths that begin so are states of an optimizer's parameters

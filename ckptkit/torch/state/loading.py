@@ -17,8 +17,17 @@ from torch.optim import Optimizer
 from ckptkit.format.state_tree import Node, decoded, fields, items_of, leaves, part, resolved
 from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.box import Box, Piece
-from ckptkit.model.mesh_cut import Part
-from ckptkit.torch.state.boxes import Held, as_stored, held_of, inner_tensors, local_of, name_of, region, stored_dtype
+from ckptkit.model.mesh_cut import MeshPart
+from ckptkit.torch.state.boxes import (
+    HeldParts,
+    as_stored,
+    held_of,
+    inner_tensors,
+    local_of,
+    name_of,
+    region,
+    stored_dtype,
+)
 from ckptkit.torch.state.capture import shown_tensors
 from ckptkit.torch.state.objects import (
     RNG,
@@ -33,7 +42,7 @@ from ckptkit.torch.state.objects import (
     probed_state,
     set_rng_state,
 )
-from ckptkit.torch.state.saved import Saved, SavedKey, Tie
+from ckptkit.torch.state.saved import SavedKey, SavedKeys, Tie
 from ckptkit.torch.state.shards import shard_like, whole_shape
 
 TORCH_DTYPES = {stored: getattr(torch, name) for stored, name in NAMES.items()}
@@ -46,7 +55,7 @@ class Match:
     `wanted` is what the program asked for, among it what the checkpoint lacks.
     """
 
-    def __init__(self, saved: Saved, state: Mapping[str, Any]) -> None:
+    def __init__(self, saved: SavedKeys, state: Mapping[str, Any]) -> None:
         self.pieces: list[Piece] = []
         self.missing: list[str] = []
         self.faults: list[str] = []
@@ -299,7 +308,7 @@ class Match:
         else:
             self.ties.append(Tie((path, first), (name, self._name(path)), [each.box for each in stored.parts]))
 
-    def _read(self, name: str, local: torch.Tensor, stored: Held) -> None:
+    def _read(self, name: str, local: torch.Tensor, stored: HeldParts) -> None:
         for box_part in stored.parts:
             if stored_dtype(local.dtype) is not None:
                 live = region(local, box_part)
@@ -334,7 +343,7 @@ def _tuple_with(items: tuple[Any, ...], values: Mapping[int, Callable[[], Any]])
     return tuple(values[number]() if number in values else each for number, each in enumerate(items))
 
 
-def _but_last(box_part: Part) -> Part:
+def _but_last(box_part: MeshPart) -> MeshPart:
     """Return a part of bytes as that of its elements, with a last dim of one."""
     box = Box((*box_part.box.offset[:-1], 0), (*box_part.box.shape[:-1], 1))
-    return Part(box, (*box_part.at[:-1], 0))
+    return MeshPart(box, (*box_part.at[:-1], 0))

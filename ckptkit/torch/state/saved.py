@@ -1,4 +1,4 @@
-"""Saved: what a checkpoint of a PyTorch program holds: the trees of its keys, as this rank is to see them."""
+"""SavedKeys: what a checkpoint of a PyTorch program holds: the trees of its keys, as this rank is to see them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class Tie:
     boxes: Sequence[Box]
 
 
-class Saved:
+class SavedKeys:
     """The keys of a checkpoint; `rank` and `world_size` are those of the program that loads."""
 
     def __init__(self, reader: CheckpointReader, rank: int, world_size: int) -> None:

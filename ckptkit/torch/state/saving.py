@@ -23,7 +23,7 @@ from ckptkit.model.tensor import TensorInfo
 from ckptkit.torch.state.boxes import as_stored, flat_of, region
 from ckptkit.torch.state.capture import Entry, Leaf, capture
 from ckptkit.torch.state.objects import RNG
-from ckptkit.torch.state.shares import Row, Share, shares_of, table_of
+from ckptkit.torch.state.shares import BoxShare, RankTensor, shares_of, table_of
 from threefold.errors import UserError
 
 LEAST_TREE_BYTES = 4096
@@ -36,8 +36,8 @@ class Structure:
 
     key: object
     table: list[TensorInfo]
-    shares: list[Share]
-    rows: dict[str, Row]
+    shares: list[BoxShare]
+    rows: dict[str, RankTensor]
 
 
 @dataclass(frozen=True)
@@ -114,20 +114,20 @@ class SavePlanner:
         own_rows = [_row(name, leaf) for name, leaf in leaves.items()]
         if num_bytes:
             whole = Box((0,), (num_bytes,))
-            own_rows.append(Row(f"{STATE_NAME}{rank}", "U8", (num_bytes,), (whole,), False, ""))
+            own_rows.append(RankTensor(f"{STATE_NAME}{rank}", "U8", (num_bytes,), (whole,), False, ""))
         rows = [own_rows] if self._exchange.size == 1 else self._rows_of_all(own_rows)
         table = table_of(rows)
         shares = shares_of(rank, rows, table)
         return Structure(key, table, shares, {row.name: row for row in own_rows})
 
-    def _rows_of_all(self, own_rows: list[Row]) -> list[list[Row]]:
+    def _rows_of_all(self, own_rows: list[RankTensor]) -> list[list[RankTensor]]:
         """Return the rows of every rank; of those that say the same they are made once."""
         packed = zlib.compress(json.dumps([row.to_json() for row in own_rows]).encode(), 1)
         heard = agreed(self._exchange, lambda: packed)
         known = {packed: own_rows}
         for each in heard:
             if each not in known:
-                known[each] = [Row.from_json(row) for row in json.loads(zlib.decompress(each))]
+                known[each] = [RankTensor.from_json(row) for row in json.loads(zlib.decompress(each))]
         return [known[each] for each in heard]
 
     def _tree(self, entries: Mapping[str, Entry], owners: Owners, sizes: list[int]) -> torch.Tensor:
@@ -171,9 +171,9 @@ def _digest(entries: Mapping[str, Entry]) -> int:
     ]))  # fmt: skip
 
 
-def _row(name: str, leaf: Leaf) -> Row:
+def _row(name: str, leaf: Leaf) -> RankTensor:
     boxes = tuple(each.box for each in leaf.stored.parts)
-    return Row(name, leaf.stored.dtype, leaf.stored.shape, boxes, leaf.is_equal, leaf.same_as)
+    return RankTensor(name, leaf.stored.dtype, leaf.stored.shape, boxes, leaf.is_equal, leaf.same_as)
 
 
 def _pieces(

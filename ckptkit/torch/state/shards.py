@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckptkit.model.box import Box
-from ckptkit.model.mesh_cut import Part
+from ckptkit.model.mesh_cut import MeshPart
 from threefold.errors import UserError
 
 OF_SLICES = ("global_offsets", "local_offsets", "local_sizes")
@@ -28,7 +28,7 @@ def whole_shape(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.global_shape if is_shard(tensor) else tensor.shape)
 
 
-def shard_parts(path: str, tensor: Any) -> tuple[Part, ...]:
+def shard_parts(path: str, tensor: Any) -> tuple[MeshPart, ...]:
     """Return the slices that hold elements; UserError if they are not of the global tensor, or not of this memory."""
     shape, here, parts = whole_shape(tensor), tuple(tensor.shape), []
     for number, (offset, at, size) in enumerate(_slices(path, tensor)):
@@ -37,7 +37,7 @@ def shard_parts(path: str, tensor: Any) -> tuple[Part, ...]:
                 what = f"slice {number} of shape {list(size)} at {list(begin)}"
                 raise UserError(f"{path}: {what} is outside its {name} {list(limit)}", hint=HINT)
         if 0 not in size:
-            parts.append(Part(Box(offset, size), at))
+            parts.append(MeshPart(Box(offset, size), at))
     return tuple(parts)
 
 

@@ -18,7 +18,7 @@ from threefold.errors import UserError, listed
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankTensor:
     """A tensor as one rank has it. `tied_to` is the name of one whose memory it shares, None if that cannot be seen."""
 
     name: str
@@ -34,7 +34,7 @@ class Row:
         return [self.name, self.dtype, self.shape, boxes, self.is_equal, self.tied_to]
 
     @classmethod
-    def from_json(cls, row: list[object]) -> "Row":
+    def from_json(cls, row: list[object]) -> "RankTensor":
         """Return the row of its JSON."""
         name, dtype, shape, boxes, is_equal, tied_to = row
         made = tuple(Box(tuple(offset), tuple(size)) for offset, size in boxes)  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BoxShare:
     """The positions [start, stop) of a box of a tensor that one rank writes; `number` counts its boxes."""
 
     name: str
@@ -51,9 +51,9 @@ class Share:
     stop: int
 
 
-def table_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[TensorInfo]:
+def table_of(rows_by_rank: Sequence[Sequence[RankTensor]]) -> list[TensorInfo]:
     """Return the tensors of all ranks together; UserError names those that ranks have in several shapes or dtypes."""
-    first: dict[str, tuple[int, Row]] = {}
+    first: dict[str, tuple[int, RankTensor]] = {}
     ties: dict[str, set[str]] = {}
     faults = {}
     for rank, rows in enumerate(rows_by_rank):
@@ -81,16 +81,16 @@ def table_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[TensorInfo]:
     return infos
 
 
-def shares_of(rank: int, rows_by_rank: Sequence[Sequence[Row]], table: Iterable[TensorInfo]) -> list[Share]:
+def shares_of(rank: int, rows_by_rank: Sequence[Sequence[RankTensor]], table: Iterable[TensorInfo]) -> list[BoxShare]:
     """Return what one rank writes; all ranks' shares together are each element of the table once."""
     tied = {info.name for info in table if info.placement.tied_to is not None}
     if len(rows_by_rank) == 1:
         return [
-            Share(row.name, number, 0, box.numel)
+            BoxShare(row.name, number, 0, box.numel)
             for row in rows_by_rank[0] if row.name not in tied for number, box in enumerate(row.boxes)
         ]  # fmt: skip
     holders: dict[tuple[str, Box], list[int]] = {}
-    rows: dict[str, Row] = {}
+    rows: dict[str, RankTensor] = {}
     for number, each in enumerate(rows_by_rank):
         for row in each:
             rows.setdefault(row.name, row)
@@ -104,7 +104,7 @@ def shares_of(rank: int, rows_by_rank: Sequence[Sequence[Row]], table: Iterable[
         if row.is_equal and len(ranks) > 1:
             buckets.setdefault((tuple(ranks), ITEMSIZE[row.dtype]), []).append(key)
         elif ranks[0] == rank:
-            shares.append(Share(key[0], numbers[key], 0, key[1].numel))
+            shares.append(BoxShare(key[0], numbers[key], 0, key[1].numel))
     for (ranks_of, itemsize), keys in buckets.items():
         if rank not in ranks_of:
             continue
@@ -112,5 +112,5 @@ def shares_of(rank: int, rows_by_rank: Sequence[Sequence[Row]], table: Iterable[
         offsets, total = bucket_offsets(numels, itemsize)
         interval = shard_interval(total, len(ranks_of), ranks_of.index(rank), itemsize)
         for number, start, stop in overlaps(np.array(offsets), np.array(numels), *interval).tolist():
-            shares.append(Share(keys[number][0], numbers[keys[number]], start, stop))
+            shares.append(BoxShare(keys[number][0], numbers[keys[number]], start, stop))
     return shares

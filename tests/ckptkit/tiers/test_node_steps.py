@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ckptkit.tiers.node_steps import Held, put_together
+from ckptkit.tiers.node_steps import NodeRoot, put_together
 
-OWN = [Held(0, 0, "a", 0, 2, 4, 7), Held(1, 0, "a", 2, 2, 4, 7)]
+OWN = [NodeRoot(0, 0, "a", 0, 2, 4, 7), NodeRoot(1, 0, "a", 2, 2, 4, 7)]
 REPLICAS = [replace(each, place=1) for each in OWN]
 
 
@@ -29,15 +29,15 @@ def test_of_two_attempts_the_whole_one_counts() -> None:
         (OWN[:1], "no node that is here has the files of writers 2, 3 of 4"),
         ([OWN[0], replace(OWN[1], attempt="b")], "no node that is here has the files of writers"),
         (
-            [OWN[0], Held(1, 0, fault="root.json is damaged")],
+            [OWN[0], NodeRoot(1, 0, fault="root.json is damaged")],
             "has the files of writers 2, 3 of 4; root.json is damaged",
         ),
-        ([Held(0, 0, fault="root.json is damaged")], "root.json is damaged"),
-        ([*OWN, Held(2, 0, "a", 1, 1, 4, 7)], "its roots name files of one writer twice"),
+        ([NodeRoot(0, 0, fault="root.json is damaged")], "root.json is damaged"),
+        ([*OWN, NodeRoot(2, 0, "a", 1, 1, 4, 7)], "its roots name files of one writer twice"),
         ([OWN[0], replace(OWN[1], digest=8)], "its roots differ from node to node"),
     ],
 )
-def test_what_is_no_whole_step_says_why(held_steps: list[Held], why: str) -> None:
+def test_what_is_no_whole_step_says_why(held_steps: list[NodeRoot], why: str) -> None:
     shares, said = put_together(held_steps)
     assert shares == []
     assert why in said

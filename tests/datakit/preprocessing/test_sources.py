@@ -1,4 +1,4 @@
-"""Sources: a change of the input is seen though sizes stay, a touch is no change, and a store has no times in it."""
+"""InputTable: a change of the input is seen though sizes stay, a touch is no change, and a store has no times in it."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from datakit import Recipe, preprocess
-from datakit.preprocessing.sources import FILE_NAME, Sources
+from datakit.preprocessing.sources import FILE_NAME, InputTable
 from datakit.text.inputs import cut, find_inputs
 from tests.datakit.conftest import files_of, write_jsonl
 from threefold.errors import CheckFailed, UserError
@@ -108,4 +108,4 @@ def test_planning_asks_once_a_cut_and_a_complete_store_is_known_by_listing(
     s3_proxy.fault, before = Fault("delay", delay_s=0.0, times=None), s3_proxy.num_faults
     assert run(recipe, place=f"{s3_url}/corpus") == ["store is complete already"]
     assert s3_proxy.num_faults - before <= 2
-    assert Sources.parse("", Path("store", FILE_NAME).read_bytes()).num_items == num_cuts + 12
+    assert InputTable.parse("", Path("store", FILE_NAME).read_bytes()).num_items == num_cuts + 12

@@ -7,7 +7,7 @@ import pytest
 
 from datakit.text.documents import DocumentReader, DocumentRules
 from datakit.text.inputs import FileSlice, find_inputs
-from datakit.text.json_text import Fault, JsonText
+from datakit.text.json_text import JsonText, LineFault
 from threefold.errors import UserError
 
 
@@ -29,9 +29,9 @@ def test_byte_order_marks_begin_a_line_or_are_a_blank_one() -> None:
     finder = JsonText(["text"])
     assert finder.find(b'\xef\xbb\xbf{"text": "x"}\n') == "x"
     assert finder.find(b"\xef\xbb\xbf\n") is None
-    with pytest.raises(Fault, match="invalid JSON"):
+    with pytest.raises(LineFault, match="invalid JSON"):
         finder.find(b'\xef\xbb\xbf{"text": NaNa}')
-    with pytest.raises(Fault, match="invalid JSON"):
+    with pytest.raises(LineFault, match="invalid JSON"):
         finder.find(b"[" * 100_000)
 
 
@@ -51,13 +51,13 @@ def test_keys_lead_into_objects_and_a_literal_point_wins(value: dict[str, object
 
 
 def test_a_missing_key_hints_at_the_longest_text_also_inside() -> None:
-    with pytest.raises(Fault, match="no key 'text'; its keys: 'id', 'meta'") as caught:
+    with pytest.raises(LineFault, match="no key 'text'; its keys: 'id', 'meta'") as caught:
         JsonText(["text"]).find(b'{"id": "1", "meta": {"body": "long text"}}')
     assert caught.value.hint == "--text-key meta.body"
 
 
 def test_a_null_is_not_a_text() -> None:
-    with pytest.raises(Fault, match=r"^no text: 'meta\.text' is null$") as caught:
+    with pytest.raises(LineFault, match=r"^no text: 'meta\.text' is null$") as caught:
         JsonText(["meta.text"]).find(b'{"id": "1", "meta": {"text": null}}')
     assert caught.value.hint == "--skip-invalid"
 

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.mesh.layout import OVER_DATA, Axis
-from trainer.store.plan import BucketPlan, Run, plan_buckets, plan_runs
+from trainer.store.plan import BucketPlan, ParameterRun, plan_buckets, plan_runs
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-def runs_of(shapes: list[tuple[int, ...]]) -> list[Run]:
-    return [Run({f"p{number}": shape}, "unit", OVER_DATA) for number, shape in enumerate(shapes)]
+def runs_of(shapes: list[tuple[int, ...]]) -> list[ParameterRun]:
+    return [ParameterRun({f"p{number}": shape}, "unit", OVER_DATA) for number, shape in enumerate(shapes)]
 
 
 @given(shapes=SHAPES, itemsize=st.sampled_from([2, 4, 8]), num_holders=st.integers(1, 5))
@@ -65,12 +65,12 @@ def test_runs_go_into_buckets_in_order(shapes: list[tuple[int, ...]], bytes_each
 @pytest.mark.parametrize("differs", ["unit", "holders"])
 def test_no_bucket_spans_units_or_holders(differs: str) -> None:
     runs = [
-        Run({"a": (3,)}, "layers.0", OVER_DATA),
-        Run(
+        ParameterRun({"a": (3,)}, "layers.0", OVER_DATA),
+        ParameterRun(
             {"b": (3,)},
             "layers.1" if differs == "unit" else "layers.0",
             OVER_DATA if differs == "unit" else (Axis.TP, *OVER_DATA),
         ),
-        Run({"c": (3,)}, "layers.0", OVER_DATA),
+        ParameterRun({"c": (3,)}, "layers.0", OVER_DATA),
     ]
     assert [bucket.runs for bucket in plan_buckets(runs, 1 << 20, 4)] == [(runs[0], runs[2]), (runs[1],)]

@@ -37,7 +37,7 @@ class Conversion:
 
     launch: Mapping[str, int]  # processes a node, and nodes, as far as it says so
     settings: Mapping[str, FlagText]
-    given: frozenset[str]  # the settings that it names itself; others are defaults
+    explicit: frozenset[str]  # the settings that it names itself; others are defaults
     left: Sequence[tuple[str, str]]
     missing: Sequence[str]
     tables: Mapping[str, Any]
@@ -102,7 +102,7 @@ class Conversion:
             value: Any = self.tables
             for part in leaf.name.split("."):
                 value = value[part]
-            flag = self.settings[leaf.name].flag if leaf.name in self.given else DEFAULT
+            flag = self.settings[leaf.name].flag if leaf.name in self.explicit else DEFAULT
             yield f"{key} = {toml(value)}  # {flag}"
         for title, texts in (
             ("What does not exist here, and was left out:", self.missing),

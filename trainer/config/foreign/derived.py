@@ -33,11 +33,11 @@ class NotConverted(ValueError):
         self.options = options
 
 
-def complete(tables: Mapping[str, Any], given: Settings, faults: list[Fault]) -> dict[str, FlagText]:
+def complete(tables: Mapping[str, Any], overrides: Settings, faults: list[Fault]) -> dict[str, FlagText]:
     """Return settings with what their marked ones set; faults of these go into `faults`."""
-    settings = {name: text for name, text in given.items() if not name.startswith(MARK)}
+    settings = {name: text for name, text in overrides.items() if not name.startswith(MARK)}
     for name, work_out in FUNCTIONS.items():  # in this order: later ones see what earlier ones set
-        text = given.get(MARK + name)
+        text = overrides.get(MARK + name)
         if text is None:
             continue
         draft = walk(Config, merge(tables, settings), [])

@@ -65,7 +65,7 @@ class Entry:
     program: str
     name: str
     metavar: str
-    said: str | Mapping[str, str]
+    answer: str | Mapping[str, str]
 
     @property
     def is_family(self) -> bool:
@@ -74,18 +74,18 @@ class Entry:
 
     def meaning(self, values: Sequence[str]) -> Meaning:
         """Return what it is with these values: that of the first word that fits, else its one meaning."""
-        if isinstance(self.said, str):
-            return Meaning.of(self.said)
+        if isinstance(self.answer, str):
+            return Meaning.of(self.answer)
         value = values[0] if values else ""
-        exact = (text for word, text in self.said.items() if is_same(word, value))
-        alike = (text for word, text in self.said.items() if "*" in word and fnmatchcase(value, word))
-        known = ", ".join(word for word in self.said if "*" not in word)
+        exact = (text for word, text in self.answer.items() if is_same(word, value))
+        alike = (text for word, text in self.answer.items() if "*" in word and fnmatchcase(value, word))
+        known = ", ".join(word for word in self.answer if "*" not in word)
         return Meaning.of(next(exact, None) or next(alike, None) or f"no: it is one of {known}")
 
     @property
     def meanings(self) -> list[Meaning]:
         """All that it can mean."""
-        texts = [self.said] if isinstance(self.said, str) else self.said.values()
+        texts = [self.answer] if isinstance(self.answer, str) else self.answer.values()
         return [Meaning.of(text) for text in texts]
 
 

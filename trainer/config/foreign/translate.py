@@ -21,7 +21,7 @@ def translated(flag: str, value: str | None, following: Sequence[str]) -> Taken 
 
 
 @dataclass
-class Found:
+class Gathered:
     """What is gathered of one flag, or of the keys of one file."""
 
     words: list[str] = field(default_factory=list)
@@ -48,47 +48,47 @@ class Translator:
         num_values = len(values) - (value is not None)
         if entry.meaning(values).kind == "no" and entry.metavar:
             num_values = max(num_values, len(list(open_values(following))))
-        found = Found()
+        gathered = Gathered()
         is_switch = not entry.metavar and not entry.is_family
         if is_switch and values and values[0].lower() not in SWITCHED:
-            found.faults.append(f"{flag} {values[0]}: it is a switch, without a value")
-            return Taken(num_values, faults=found.faults)
+            gathered.faults.append(f"{flag} {values[0]}: it is a switch, without a value")
+            return Taken(num_values, faults=gathered.faults)
         if is_switch and values:
             is_negated = is_negated != (values.pop().lower() == "false")
         if entry.metavar and not values and not entry.metavar.endswith("?"):
-            found.faults.append(f"{flag}: {NEEDS_VALUE}")
+            gathered.faults.append(f"{flag}: {NEEDS_VALUE}")
         else:
-            self._add(found, flag, entry, values, is_negated=is_negated)
-        return Taken(num_values, found.words, found.settings, found.faults, found.options)
+            self._add(gathered, flag, entry, values, is_negated=is_negated)
+        return Taken(num_values, gathered.words, gathered.settings, gathered.faults, gathered.options)
 
-    def _add(self, found: Found, flag: str, entry: Entry, values: Sequence[str], *, is_negated: bool) -> None:
+    def _add(self, gathered: Gathered, flag: str, entry: Entry, values: Sequence[str], *, is_negated: bool) -> None:
         """Add what a flag is with these values."""
         meaning = entry.meaning(values)
         shown = with_value(flag, entry, values)
         if is_negated:
-            self._add_negated(found, flag, meaning)
+            self._add_negated(gathered, flag, meaning)
         elif meaning.kind == "reads":
-            self._add_file(found, flag, values)
+            self._add_file(gathered, flag, values)
         else:
-            self._add_meaning(found, shown, meaning, values, flag)
+            self._add_meaning(gathered, shown, meaning, values, flag)
 
-    def _add_meaning(self, found: Found, shown: str, meaning: Meaning, values: Sequence[str], flag: str) -> None:
+    def _add_meaning(self, gathered: Gathered, shown: str, meaning: Meaning, values: Sequence[str], flag: str) -> None:
         if meaning.kind == "no":
-            found.faults.append(f"{shown}: {meaning.text}")
+            gathered.faults.append(f"{shown}: {meaning.text}")
         elif meaning.kind == "so":
             self.left.append((shown, meaning.text))
         elif meaning.kind == "by":
-            found.settings[MARK + meaning.text] = FlagText(values[0] if values else "", flag, tuple(values[1:]))
+            gathered.settings[MARK + meaning.text] = FlagText(values[0] if values else "", flag, tuple(values[1:]))
         else:
             try:
                 pairs = meaning.assignments(values)
             except ValueError as error:
-                found.faults.append(f"{shown}: {error}")
+                gathered.faults.append(f"{shown}: {error}")
                 return
-            found.words += [f"--{option.replace('_', '-')}={text}" for option, text in pairs]
-            found.options += [option for option, _ in pairs]
+            gathered.words += [f"--{option.replace('_', '-')}={text}" for option, text in pairs]
+            gathered.options += [option for option, _ in pairs]
 
-    def _add_negated(self, found: Found, flag: str, meaning: Meaning) -> None:
+    def _add_negated(self, gathered: Gathered, flag: str, meaning: Meaning) -> None:
         """Add what a switch is that is turned off."""
         if meaning.kind == "no":
             self.left.append((flag, meaning.text))
@@ -96,15 +96,15 @@ class Translator:
         pairs = meaning.assignments([]) if meaning.kind == "sets" else []
         if not pairs or not all(text in OPPOSITES for _, text in pairs):
             said = ", ".join(f"{option} = {text}" for option, text in pairs) or meaning.text
-            found.faults.append(f"{flag}: without it, it is so all the same: {said}")
+            gathered.faults.append(f"{flag}: without it, it is so all the same: {said}")
             return
-        found.words += [f"--{option.replace('_', '-')}={OPPOSITES[text]}" for option, text in pairs]
-        found.options += [option for option, _ in pairs]
+        gathered.words += [f"--{option.replace('_', '-')}={OPPOSITES[text]}" for option, text in pairs]
+        gathered.options += [option for option, _ in pairs]
 
-    def _add_file(self, found: Found, flag: str, values: Sequence[str]) -> None:
+    def _add_file(self, gathered: Gathered, flag: str, values: Sequence[str]) -> None:
         """Add what the keys of a file of DeepSpeed are; DeepSpeed itself is answered where no file is named."""
         if not values:
-            found.faults.append(f"{flag}: {NO_DEEPSPEED}")
+            gathered.faults.append(f"{flag}: {NO_DEEPSPEED}")
             return
         path = values[0]
         try:
@@ -112,22 +112,22 @@ class Translator:
                 tables = json.load(file)
         except (OSError, ValueError) as error:
             cause = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
-            found.faults.append(f"{flag}: cannot read {path}: {cause}; {NO_DEEPSPEED}")
+            gathered.faults.append(f"{flag}: cannot read {path}: {cause}; {NO_DEEPSPEED}")
             return
         if not isinstance(tables, Mapping):
-            found.faults.append(f"{flag}: {path} has no keys; {NO_DEEPSPEED}")
+            gathered.faults.append(f"{flag}: {path} has no keys; {NO_DEEPSPEED}")
             return
         for key, said in keys_of(tables):
             entry, name = key_of(key), f"{path}: {key}"
             if entry is None:
-                found.faults.append(f"{name}: this key is not known")
+                gathered.faults.append(f"{name}: this key is not known")
             else:
-                self._add_meaning(found, with_value(name, entry, said), entry.meaning(said), said, name)
+                self._add_meaning(gathered, with_value(name, entry, said), entry.meaning(said), said, name)
 
 
 def with_value(name: str, entry: Entry, values: Sequence[str]) -> str:
     """Return a name as an answer begins, with its value where that matters."""
-    return name if isinstance(entry.said, str) else f"{name} {' '.join(values)}"
+    return name if isinstance(entry.answer, str) else f"{name} {' '.join(values)}"
 
 
 def values_behind(entry: Entry, value: str | None, following: Sequence[str]) -> Iterator[str]:
@@ -170,12 +170,12 @@ def answers(tables: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any],
 
     `known` are our dotted names, and those of our tables.
     """
-    ours: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     faults: list[tuple[set[str], str]] = []
     for name, value in tables.items():
         if not isinstance(value, Mapping) or not value:
             if name in known or not add_answer(faults, name, value):
-                ours[name] = value
+                own[name] = value
             continue
         inner = {key: each for key, each in value.items() if f"{name}.{key}" in known}
         inner |= {
@@ -184,8 +184,8 @@ def answers(tables: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any],
             if key not in inner and not add_answer(faults, f"{name}.{key}", each)
         }
         if inner or name in known:
-            ours[name] = inner
-    return ours, faults
+            own[name] = inner
+    return own, faults
 
 
 def add_answer(faults: list[tuple[set[str], str]], name: str, value: Any) -> bool:

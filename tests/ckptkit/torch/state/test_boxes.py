@@ -3,15 +3,15 @@
 import numpy as np
 
 from ckptkit.model.box import Box
-from ckptkit.torch.state.shares import Row, shares_of, table_of
+from ckptkit.torch.state.shares import RankTensor, shares_of, table_of
 
 
 def test_replicas_are_written_once_in_equal_parts() -> None:
     whole, half = Box((0,), (1000,)), Box((0,), (500,))
     rows = [
-        [Row("a", "F32", (1000,), (whole,), True, ""),
-         Row("b", "F64", (1000,), (Box((500 * (r % 2),), (500,)),), True, ""),
-         Row("c", "U8", (1000,), (whole,), False, ""), Row("d", "F32", (1000,), (whole,), True, "a")]
+        [RankTensor("a", "F32", (1000,), (whole,), True, ""),
+         RankTensor("b", "F64", (1000,), (Box((500 * (r % 2),), (500,)),), True, ""),
+         RankTensor("c", "U8", (1000,), (whole,), False, ""), RankTensor("d", "F32", (1000,), (whole,), True, "a")]
         for r in range(4)
     ]  # fmt: skip
     table = table_of(rows)

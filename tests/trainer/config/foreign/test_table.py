@@ -54,7 +54,7 @@ def sample(leaf: Leaf) -> str:
 def mapped() -> Iterator[tuple[Entry, list[str], Meaning]]:
     """Each entry of a flag that sets options, with a value it takes for each of its meanings."""
     for entry in flags():
-        pairs = [("", entry.said)] if isinstance(entry.said, str) else list(entry.said.items())
+        pairs = [("", entry.answer)] if isinstance(entry.answer, str) else list(entry.answer.items())
         for word, text in pairs:
             meaning = Meaning.of(text)
             if meaning.kind == "sets":
