@@ -1,4 +1,4 @@
-"""Several writers of one step: of rival jobs one wins, of a job that loses a rank or its trainers no half remains."""
+"""A commit is exclusive: of rival jobs that save one step one wins. Of a job that loses a rank no half remains."""
 
 import os
 import random
