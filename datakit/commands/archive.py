@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from datakit.commands.shared import PLACE_HELP, Reporting, default_workers
-from threefold.cli import log, print_json, print_line
+from threefold.cli import log
 from threefold.options import argument, option
 
 
@@ -26,12 +26,10 @@ def run(options: Options) -> None:
     """
     from datakit.store.archiving import archive
 
-    found = archive(options.store, options.output, level=options.level, num_workers=options.workers, report=log)
-    if options.json:
-        print_json(asdict(found))
-    else:
-        kept = f", {found.num_kept} of them kept" * (found.num_kept > 0)
-        print_line(
-            f"{found.path}: {found.num_files} files{kept}, {found.size_bytes / 1e6:,.1f} MB in "
-            f"{found.packed_bytes / 1e6:,.1f} MB"
-        )
+    summary = archive(options.store, options.output, level=options.level, num_workers=options.workers, report=log)
+    kept = f", {summary.num_kept} of them kept" * (summary.num_kept > 0)
+    options.show(
+        asdict(summary),
+        f"{summary.path}: {summary.num_files} files{kept}, {summary.size_bytes / 1e6:,.1f} MB in "
+        f"{summary.packed_bytes / 1e6:,.1f} MB",
+    )

@@ -1,7 +1,7 @@
 """`datakit blame`: list the documents that a step of a run read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from datakit.commands.shared import OfRun
@@ -46,21 +46,20 @@ def run(options: Options) -> None:
     samples = _samples(steps, last, options)
     passages = blame(blend, samples)
     texts = _texts(blend, passages, options)
-    found = _places(blend, samples)
+    places = _places(blend, samples)
     for (sample, source, document, start, stop), origin, text in zip(
         passages.rows(), passages.origins(blend), texts, strict=True
     ):
-        masked = blend.is_masked(sample, source, document)
-        place = {"path": origin.path, "offset_bytes": origin.offset_bytes, "line": origin.line}
-        read = {"document": document, "start": start, "stop": stop, **place, "masked": masked, "text": text}
-        found[sample - samples.start]["documents"].append(read)
+        read = {"document": document, "start": start, "stop": stop, **asdict(origin)}
+        read |= {"masked": blend.is_masked(sample, source, document), "text": text}
+        places[sample - samples.start]["documents"].append(read)
     if options.json:
         print_json(
-            {"step": options.step, "seq_length": blend.sources.seq_length_at(samples.start), "samples": found},
+            {"step": options.step, "seq_length": blend.sources.seq_length_at(samples.start), "samples": places},
             masks=False,
         )
     else:
-        _print(found, options.step)
+        _print(places, options.step)
 
 
 def _samples(steps: "Steps", last: int, options: Options) -> range:
@@ -102,11 +101,11 @@ def _texts(blend: "Blend", passages: "Passages", options: Options) -> Sequence[s
     tokenizer = open_matching_tokenizer(keeper, options.tokenizer, is_any=options.any_tokenizer)
     if tokenizer is None:
         return [None] * len(passages)
-    found = []
-    for _, source, document, start, stop in passages.rows():
-        tokens = blend.stores[source].document(document)[start : min(stop, start + _SHOWN_TOKENS)]
-        found.append(tokenizer.decode(tokens).rstrip(_REPLACEMENT)[:_SHOWN_CHARACTERS])
-    return found
+    begins = (
+        blend.stores[source].document(document)[start : min(stop, start + _SHOWN_TOKENS)]
+        for _, source, document, start, stop in passages.rows()
+    )
+    return [tokenizer.decode(tokens).rstrip(_REPLACEMENT)[:_SHOWN_CHARACTERS] for tokens in begins]
 
 
 def _print(samples: list[dict[str, Any]], step: int | None) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from datakit.commands.shared import OfRun
 from threefold.cli import print_json, print_line
@@ -33,15 +33,18 @@ def run(options: Options) -> None:
         require_plot(options.plot)
     blend, steps, last = options.open()
     num_samples = steps.num_samples(last)
-    found = shares(blend, num_samples)
-    num_tokens = sum(share.tokens_read for share in found)
+    stores = shares(blend, num_samples)
+    num_tokens = sum(share.tokens_read for share in stores)
     if options.plot:
         write_plot(blend, steps, last, options.plot)
         print(f"wrote {options.plot}", file=sys.stderr)
     if options.json:
         totals = {"last_step": last, "num_samples": num_samples, "tokens_read": num_tokens}
-        segments = [_segment(each) for each in blend.segments]
-        print_json({**totals, "stores": [asdict(share) for share in found], "segments": segments})
+        segments = [  # with the number of masked documents: there may be many
+            {**asdict(segment), "masked": None if segment.masked is None else len(segment.masked)}
+            for segment in blend.segments
+        ]
+        print_json({**totals, "stores": list(map(asdict, stores)), "segments": segments})
         return
     lengths = ", then ".join(f"{length:,}" for length in blend.sources.lengths)
     begin = f", from step {steps.first_known + 1:,} on" if steps.first_known else ""
@@ -51,27 +54,20 @@ def run(options: Options) -> None:
             f"{share.weight:.4f}", f"{share.tokens_read:,}", f"{share.num_samples:,}", f"{share.epochs:.3f}",
             f"{share.repeated_samples:,}", f"{share.num_tokens:,}", source_name(blend, source),
         )
-        for source, share in enumerate(found)
+        for source, share in enumerate(stores)
     ]  # fmt: skip
     for segment in blend.segments[1:]:
         step = steps.text_of(segment.from_sample)
         print(f"from sample {segment.from_sample:,}, in step {step}: {', '.join(_texts(segment))}")
-    columns = ("weight", "tokens", "samples", "epochs", "repeated", "it holds", "store")
-    print_table(columns, rows, left={"store"})
+    print_table(("weight", "tokens", "samples", "epochs", "repeated", "it holds", "store"), rows, left={"store"})
     for line in (*unread_lines(blend), *blend.notes):
         print_line(line)
 
 
-def _segment(segment: "Segment") -> dict[str, Any]:
-    """Return a segment for JSON, with the number of its masked documents: there may be many."""
-    num_masked = None if segment.masked is None else len(segment.masked)
-    return {**asdict(segment), "masked": num_masked}
-
-
 def _texts(segment: "Segment") -> list[str]:
     """Return what a segment changes."""
+    rows = f"rows of {segment.seq_length:,} tokens, each store from its beginning" if segment.seq_length else ""
+    weights = "other weights" if segment.weights else ""
     skipped = [f"samples {first:,} to {stop:,} are skipped" for first, stop in segment.skip]
-    weights = ["other weights"] if segment.weights else []
-    if segment.seq_length:
-        weights = [f"rows of {segment.seq_length:,} tokens, each store from its beginning"]
-    return weights + skipped + ([] if segment.masked is None else [f"{len(segment.masked):,} documents masked"])
+    masked = "" if segment.masked is None else f"{len(segment.masked):,} documents masked"
+    return list(filter(None, (rows or weights, *skipped, masked)))

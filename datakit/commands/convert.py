@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 from datakit.commands.shared import Linking, print_store
-from threefold.cli import print_json
 from threefold.errors import UserError
 from threefold.options import argument, option
 
@@ -55,12 +54,9 @@ def run(options: Options) -> None:
         raise UserError(
             "--to megatron takes one store and no tokenizer", hint="datakit convert STORE --to megatron --output DIR"
         )
-    made = to_megatron(options.sources[0], options.output, copy=options.copy)
-    prefixes = [url_behind(prefix) or str(prefix) for prefix in made]
-    if options.json:
-        print_json({"path": options.output, "prefixes": prefixes})
-    else:
-        print(*prefixes, sep="\n")
+    paths = to_megatron(options.sources[0], options.output, copy=options.copy)
+    prefixes = [url_behind(path) or str(path) for path in paths]
+    options.show({"path": options.output, "prefixes": prefixes}, *prefixes)
 
 
 def kept_beside(source: str) -> str | None:
@@ -80,8 +76,7 @@ def _convert_to_store(options: Options) -> None:
     tokenizer = options.tokenizer or kept_beside(options.sources[0])
     if tokenizer is None:
         raise UserError("a store needs the tokenizer that made its tokens", hint="--tokenizer FILE")
-    eod_token = options.eod_token or DEFAULT_EOD
-    choices = Choices(tokenizer, eod_token, options.documents, options.column, options.dtype)
+    choices = Choices(tokenizer, options.eod_token or DEFAULT_EOD, options.documents, options.column, options.dtype)
     store = convert_to_store(
         options.sources, options.output, choices, source_format=options.source_format, copy=options.copy
     )
@@ -90,4 +85,4 @@ def _convert_to_store(options: Options) -> None:
             f"one stream, cut after each {store.manifest.tokenizer.eod_token}; --documents items keeps the samples",
             file=sys.stderr,
         )
-    print_store(store, options.json)
+    print_store(store, options)

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from datakit.commands.shared import Reporting
-from threefold.cli import print_json
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
 from threefold.options import argument
 
@@ -30,22 +29,20 @@ def run(options: Options) -> int:
 
     stores = TokenStore.open(options.left), TokenStore.open(options.right)
     left, right = stores
-    found = find_difference(left, right)
+    difference = find_difference(left, right)
     same_tokenizer = left.manifest.tokenizer.fingerprint == right.manifest.tokenizer.fingerprint
     if not same_tokenizer:
         print("warning: the stores' tokenizers differ: equal tokens may be other text", file=sys.stderr)
-    if options.json:
-        difference = asdict(found) if found else None
-        print_json({"same": found is None, "same_tokenizer": same_tokenizer, "difference": difference})
-    elif found is None:
-        print(
-            f"{left.path} and {right.path} hold the same {left.num_documents:,} documents, {left.num_tokens:,} tokens"
-        )
+    if difference is None:
+        counts = f"{left.num_documents:,} documents, {left.num_tokens:,} tokens"
+        lines = [f"{left.path} and {right.path} hold the same {counts}"]
     else:
-        print(f"document {found.document:,} differs, first at its token {found.token:,}")
-        for store, side in zip(stores, (found.left, found.right)):
-            print(f"  {store.path}: {_side(side, store.num_documents)}")
-    return EXIT_OK if found is None else EXIT_CHECK_FAILED
+        sides = zip(stores, (difference.left, difference.right))
+        lines = [f"document {difference.document:,} differs, first at its token {difference.token:,}"]
+        lines += [f"  {store.path}: {_side(side, store.num_documents)}" for store, side in sides]
+    content = {"same": difference is None, "same_tokenizer": same_tokenizer}
+    options.show(content | {"difference": difference and asdict(difference)}, *lines)
+    return EXIT_OK if difference is None else EXIT_CHECK_FAILED
 
 
 def _side(side: "Side | None", num_documents: int) -> str:

@@ -62,37 +62,37 @@ def run(options: Options) -> None:
     else:
         source = StoreSource.open(place)
         path, manifest, record = source.storage.url, source.manifest, source.record
-    found: dict[str, object] = {
-        "path": path,
-        "num_documents": manifest.num_documents,
-        "num_tokens": manifest.num_tokens,
-        "dtype": manifest.dtype,
-        "fingerprint": manifest.fingerprint,
-        "tokenizer": asdict(manifest.tokenizer),
-        "tokenizer_files": {name: asdict(digest) for name, digest in manifest.tokenizer_files.items()},
-        "settings": manifest.settings,
-        "skipped": manifest.skipped,
-        "shards": [asdict(shard) for shard in manifest.shards],
-    }
-    if record:
-        sizes = {"frame_bytes": record.frame_bytes, "packed_bytes": record.packed_bytes}
-        found["archive"] = {"level": record.level, **sizes}
     if options.json:
-        print_json(found)
+        names = ("num_documents", "num_tokens", "dtype", "fingerprint")
+        sizes = record and {name: getattr(record, name) for name in ("level", "frame_bytes", "packed_bytes")}
+        print_json(
+            {
+                "path": path,
+                **{name: getattr(manifest, name) for name in names},
+                "tokenizer": asdict(manifest.tokenizer),
+                "tokenizer_files": {name: asdict(digest) for name, digest in manifest.tokenizer_files.items()},
+                "settings": manifest.settings,
+                "skipped": manifest.skipped,
+                "shards": [asdict(shard) for shard in manifest.shards],
+                **({"archive": sizes} if sizes else {}),
+            }
+        )
         return
     tokenizer = manifest.tokenizer
     print_line(f"{path}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {manifest.dtype}")
-    if record:
-        print(f"archive      {record.packed_bytes / 1e6:,.1f} MB, zstd level {record.level}")
-    print(f"fingerprint  {manifest.fingerprint}")
-    print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}")
-    print(f"end token    {tokenizer.eod_token!r} = {tokenizer.eod_id}")
-    if manifest.tokenizer_files:
-        print(f"kept copy    {', '.join(manifest.tokenizer_files)}")
-    print_line("settings     " + ", ".join(f"{name}={value}" for name, value in manifest.settings.items()))
-    if manifest.skipped:
-        print(f"skipped      {counts_text(manifest.skipped)}")
-    print(f"shards       {len(manifest.shards)}")
+    lines = {
+        "archive": record and f"{record.packed_bytes / 1e6:,.1f} MB, zstd level {record.level}",
+        "fingerprint": manifest.fingerprint,
+        "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}",
+        "end token": f"{tokenizer.eod_token!r} = {tokenizer.eod_id}",
+        "kept copy": ", ".join(manifest.tokenizer_files) or None,
+        "settings": ", ".join(f"{name}={value}" for name, value in manifest.settings.items()),
+        "skipped": counts_text(manifest.skipped) or None,
+        "shards": len(manifest.shards),
+    }
+    for name, value in lines.items():
+        if value is not None:
+            print_line(f"{name:<12} {value}")
     rows = [(shard.name, f"{shard.num_documents:,}", f"{shard.num_tokens:,}") for shard in manifest.shards]
     print_table(("shard", "documents", "tokens"), rows, left={"shard"})
 
@@ -106,11 +106,11 @@ def asks_for_excerpt(options: Options) -> bool:
         raise UserError("--packing and --index are of a --sample", hint=hint)
     if options.index and options.packing == "concat":
         raise UserError(f"--index {options.index} is of packed rows", hint="--packing best_fit")
-    found = options.document is not None or options.sample is not None
-    if (options.tokenizer or options.ids) and not found:
+    asks = options.document is not None or options.sample is not None
+    if (options.tokenizer or options.ids) and not asks:
         flag = "--tokenizer" if options.tokenizer else "--ids"
         raise UserError(f"{flag} shows one document or sample", hint="--document 0")
-    return found
+    return asks
 
 
 def inspect_excerpt(options: Options) -> None:
@@ -125,10 +125,9 @@ def inspect_excerpt(options: Options) -> None:
     if options.document is not None:
         name, excerpt = "document", document_excerpt(store, options.document)
     else:
-        name, excerpt = "sample", sample_excerpt(store, options.sample or 0, options.seq_length or 0)
-    tokenizer = None
-    if not options.ids:
-        tokenizer = open_matching_tokenizer(store, options.tokenizer, is_any=options.any_tokenizer)
+        name, excerpt = "sample", sample_excerpt(store, options.sample or 0, length)
+    is_any = options.any_tokenizer
+    tokenizer = None if options.ids else open_matching_tokenizer(store, options.tokenizer, is_any=is_any)
     if not options.json:
         _print_excerpt(excerpt, tokenizer)
         return
@@ -170,6 +169,5 @@ def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:
             print(tokenizer.decode(ids))
         else:
             shown = (piece.translate(_CONTROLS) for piece in pieces(tokenizer, ids) if piece)
-            colours = _COLOURS if has_colours(sys.stdout) else ("", "")
-            plain = _PLAIN if has_colours(sys.stdout) else ""
+            *colours, plain = (*_COLOURS, _PLAIN) if has_colours(sys.stdout) else ("", "", "")
             print("".join(f"{colours[i % 2]}{piece}{plain}" for i, piece in enumerate(shown)))

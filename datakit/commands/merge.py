@@ -26,4 +26,4 @@ def run(options: Options) -> None:
         print(
             "warning: documents of some of these stores end with a token of their own, others do not", file=sys.stderr
         )
-    print_store(store, options.json)
+    print_store(store, options)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from datakit.commands.shared import Reporting, default_workers
-from threefold.cli import print_json, print_line
 from threefold.options import argument, option
 
 
@@ -41,14 +40,19 @@ def run(options: Options) -> None:
     )
     padding = record.num_padding / (record.num_rows * record.seq_length)
     size_bytes = sum(digest.size_bytes for digest in record.files.values())
-    if options.json:
-        counts = {name: getattr(record, name) for name in ("num_documents", "num_tokens", "num_rows", "num_pieces")}
-        counts |= {"num_padding": record.num_padding, "padding": padding, "size_bytes": size_bytes}
-        made = {"packing": record.packing, "seq_length": record.seq_length, "dry_run": options.dry_run}
-        print_json({"path": str(folder), **made, **counts, "fingerprint": record.fingerprint})
-    else:
-        would = "would be " if options.dry_run else ""
-        print_line(
-            f"{folder}: {would}{record.num_rows:,} rows of {record.seq_length:,} tokens, {padding:.3%} padding, of "
-            f"{record.num_documents:,} documents in {record.num_pieces:,} pieces; {size_bytes:,} bytes"
-        )
+    names = ("num_documents", "num_tokens", "num_rows", "num_pieces", "num_padding")
+    would = "would be " if options.dry_run else ""
+    options.show(
+        {
+            "path": str(folder),
+            "packing": record.packing,
+            "seq_length": record.seq_length,
+            "dry_run": options.dry_run,
+            **{name: getattr(record, name) for name in names},
+            "padding": padding,
+            "size_bytes": size_bytes,
+            "fingerprint": record.fingerprint,
+        },
+        f"{folder}: {would}{record.num_rows:,} rows of {record.seq_length:,} tokens, {padding:.3%} padding, of "
+        f"{record.num_documents:,} documents in {record.num_pieces:,} pieces; {size_bytes:,} bytes",
+    )

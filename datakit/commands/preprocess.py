@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from datakit.commands.shared import OfInput, Reporting, counts_text
-from threefold.cli import print_json, print_line
 from threefold.console import live
 from threefold.options import option
 
@@ -95,18 +94,17 @@ def run(options: Options) -> None:
             report=shown.say,
             progress=shown.show,
         )
-    if options.json:
-        print_json(asdict(summary))
-        return
-    if summary.skipped:
-        print(f"skipped {counts_text(summary.skipped)}")
-    if summary.num_replaced:
-        print(f"replaced lone surrogates by U+FFFD in {summary.num_replaced:,} documents")
-    for store in summary.stores:
-        print_line(
-            f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_shards} shards"
-        )
-    print(
+    skipped = [f"skipped {counts_text(summary.skipped)}"] * bool(summary.skipped)
+    replaced = f"replaced lone surrogates by U+FFFD in {summary.num_replaced:,} documents"
+    stores = [
+        f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_shards} shards"
+        for store in summary.stores
+    ]
+    options.show(
+        asdict(summary),
+        *skipped,
+        *[replaced] * (summary.num_replaced > 0),
+        *stores,
         f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens; {summary.input_bytes / 1e6:,.1f} MB in "
-        f"{summary.elapsed_s:.1f} s, {summary.mb_per_s:.1f} MB/s, {summary.tokens_per_s:,.0f} tokens/s"
+        f"{summary.elapsed_s:.1f} s, {summary.mb_per_s:.1f} MB/s, {summary.tokens_per_s:,.0f} tokens/s",
     )

@@ -31,6 +31,13 @@ class Reporting:
 
     json: bool = option(False, "print one JSON document")
 
+    def show(self, document: object, *lines: str) -> None:
+        """Print one JSON document if that is asked for, else the lines of a report."""
+        if self.json:
+            print_json(document)
+        for line in () if self.json else lines:
+            print_line(line)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OfInput:
@@ -96,12 +103,11 @@ def counts_text(skipped: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
 
 
-def print_store(store: "TokenStore", as_json: bool) -> None:
+def print_store(store: "TokenStore", options: Reporting) -> None:
     """Print the summary of a store that was made."""
     num_shards = len(store.manifest.shards)
     counts = {"num_documents": store.num_documents, "num_tokens": store.num_tokens, "num_shards": num_shards}
-    if as_json:
-        print_json({"path": store.place, **counts, "fingerprint": store.fingerprint})
-    else:
-        documents, tokens = f"{store.num_documents:,} documents", f"{store.num_tokens:,} tokens"
-        print_line(f"{store.place}: {documents}, {tokens}, {num_shards} shards")
+    options.show(
+        {"path": store.place, **counts, "fingerprint": store.fingerprint},
+        f"{store.place}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {num_shards} shards",
+    )

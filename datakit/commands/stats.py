@@ -29,33 +29,33 @@ def run(options: Options) -> None:
 
     if options.report:
         require_plots()
-    found = statistics(options.stores)
+    counted = statistics(options.stores)
     if options.report:
-        write_report(found, options.report)
+        write_report(counted, options.report)
         print(f"wrote {options.report}", file=sys.stderr)
     if options.json:
-        print_json(asdict(found))
+        print_json(asdict(counted))
     else:
-        _print_statistics(found)
+        _print_statistics(counted)
 
 
-def _print_statistics(found: "Statistics") -> None:
-    for store in found.stores:
+def _print_statistics(counted: "Statistics") -> None:
+    for store in counted.stores:
         print(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens")
-    if len(found.stores) > 1:
-        print(f"together: {found.num_documents:,} documents, {found.num_tokens:,} tokens")
-    print(f"empty documents  {found.num_empty_documents:,}")
-    if lengths := found.lengths:
+    if len(counted.stores) > 1:
+        print(f"together: {counted.num_documents:,} documents, {counted.num_tokens:,} tokens")
+    print(f"empty documents  {counted.num_empty_documents:,}")
+    if lengths := counted.lengths:
         print(
             f"tokens a document  min {lengths.min:,}  median {lengths.median:,}  p90 {lengths.p90:,}  "
             f"p99 {lengths.p99:,}  max {lengths.max:,}  mean {lengths.mean:,.1f}"
         )
-    rows = [(bucket.name, f"{bucket.num_documents:,}", f"{bucket.num_tokens:,}") for bucket in found.histogram]
+    rows = [(bucket.name, f"{bucket.num_documents:,}", f"{bucket.num_tokens:,}") for bucket in counted.histogram]
     print()
     print_table(("length", "documents", "tokens"), rows)
-    if found.tags:
-        _print_shares("tag", found.tag_rows)
-    _print_shares("source", found.source_rows)
+    if counted.tags:
+        _print_shares("tag", counted.tag_rows)
+    _print_shares("source", counted.source_rows)
 
 
 def _print_shares(what: str, rows: Sequence[tuple[str, int, int]]) -> None:

@@ -20,7 +20,7 @@ def run(options: Options) -> None:
     """Make a local token store of an archive, or of a store in a folder or on object storage. Every byte is
     checked against the manifest, and the same command continues after a kill.
     """
-    from datakit.store.unarchiving import unarchive
+    from datakit.store.archiving import unarchive
 
     store = unarchive(options.source, options.output, num_workers=options.workers, report=log)
-    print_store(store, options.json)
+    print_store(store, options)

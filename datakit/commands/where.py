@@ -32,8 +32,8 @@ def run(options: Options) -> None:
     store = blend.stores[sources[0]]
     num_tokens, origin = len(store.document(document)), store.origin(document)
     if options.json:
-        found = {"store": store.place, "document": document, "num_tokens": num_tokens, **asdict(origin)}
-        print_json({**found, "last_step": last, "reads": reads})
+        place = {"store": store.place, "document": document, "num_tokens": num_tokens, **asdict(origin)}
+        print_json({**place, "last_step": last, "reads": reads})
         return
     print_line(
         f"document {document:,} of {store.place}, {num_tokens:,} tokens: {origin.path or 'no source'}, "
@@ -73,15 +73,15 @@ def _reads(blend: "Blend", steps: "Steps", last: int, sources: list[int], docume
     """Return the reads of a document up to a step, in the order of samples."""
     from datakit.reports.provenance import where
 
-    found: list[dict[str, Any]] = []
+    reads: list[dict[str, Any]] = []
     for source in sources:
         passages = where(blend, source, document, steps.num_samples(last))
         if not len(passages):
             continue
         _, numbers = blend.locate(passages.samples)
         epochs = (numbers // blend.rows[source]).tolist()
-        found += [
+        reads += [
             {"step": steps.step_of(sample), "sample": sample, "epoch": epoch, "start": start, "stop": stop}
             for (sample, _, _, start, stop), epoch in zip(passages.rows(), epochs, strict=True)
         ]
-    return sorted(found, key=lambda read: read["sample"])
+    return sorted(reads, key=lambda read: read["sample"])

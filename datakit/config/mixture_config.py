@@ -52,8 +52,8 @@ class Plan:
 
     def first_length(self, number: int, mixture: Sequence[MixtureConfig], seq_length: int) -> int:
         """Return the tokens of the first rows that a source is read in, the stream's first ones if it is not read."""
-        lengths = accumulate((each.seq_length for each in mixture), lambda last, new: new or last, initial=seq_length)
-        return next((length for length, each in zip(lengths, self.weights) if each[number]), seq_length)
+        lengths = accumulate((later.seq_length for later in mixture), lambda last, new: new or last, initial=seq_length)
+        return next((length for length, weights in zip(lengths, self.weights) if weights[number]), seq_length)
 
 
 def plan(
@@ -63,19 +63,19 @@ def plan(
     sources, current = list(stores), list(weights or [1.0] * len(stores))
     lists, faults = [list(current)], []
     steps = [0, 0]  # the last from_sample, and from_step
-    for number, each in enumerate(mixture):
+    for number, later in enumerate(mixture):
         name = f"{table}.mixture[{number}]"
 
         def fault(key: str, text: str, name: str = name) -> None:
             faults.append(({f"{table}.mixture"}, f"{name}.{key}{text}"))
 
-        if (each.from_sample is None) == (each.from_step is None):
+        if (later.from_sample is None) == (later.from_step is None):
             fault("from_sample", f": {name} needs from_sample or from_step, and one of them alone")
-        for kind, (key, start) in enumerate((("from_sample", each.from_sample), ("from_step", each.from_step))):
+        for kind, (key, start) in enumerate((("from_sample", later.from_sample), ("from_step", later.from_step))):
             if start is not None and start <= steps[kind]:
                 fault(key, f" {start} comes after {steps[kind]}: segments are appended, in rising order")
             steps[kind] = max(steps[kind], start or 0)
-        for path, weight in each.add.items():
+        for path, weight in later.add.items():
             at = place(sources, path)
             if at is None:
                 sources.append(path)
@@ -85,61 +85,57 @@ def plan(
             else:
                 current[at] = weight
         for key, path, weight in [
-            *(("weights", path, weight) for path, weight in each.weights.items()),
-            *(("remove", path, 0.0) for path in each.remove),
+            *(("weights", path, weight) for path, weight in later.weights.items()),
+            *(("remove", path, 0.0) for path in later.remove),
         ]:
             at = place(sources, path)
             if at is None:
-                known = ", ".join(sources[:8])
-                fault(
-                    key, f': unknown source {path}, known are {known}; add = {{ "{path}" = 1.0 }} lets a new one join'
-                )
+                way_out = f'add = {{ "{path}" = 1.0 }} lets a new one join'
+                fault(key, f": unknown source {path}, known are {', '.join(sources[:8])}; {way_out}")
             elif not is_one(sources, path):
                 fault(key, f": {path} is named more than once in {table}.stores; name one of them by a link to it")
             else:
                 current[at] = weight
         if not any(current):
             fault("weights", ": the weights of all sources are 0, one must be positive")
-        for pair in each.skip:
+        for pair in later.skip:
             if len(pair) != 2 or pair[0] >= pair[1]:
                 fault("skip", f": {list(pair)} is not a range [first, stop] of samples")
         lists.append(list(current))
-    full = tuple((*each, *[0.0] * (len(sources) - len(each))) for each in lists)
+    full = tuple((*known, *[0.0] * (len(sources) - len(known))) for known in lists)
     return Plan(tuple(sources), full), faults
 
 
 def segments(
-    found: Plan, mixture: Sequence[MixtureConfig], sample_of: Callable[[int], int], table: str
+    planned: Plan, mixture: Sequence[MixtureConfig], sample_of: Callable[[int], int], table: str
 ) -> "list[Segment]":
     """Return the segments of a table without faults; `sample_of` returns the first sample of a step."""
     from datakit.order.mixture import Segment
 
     result = []
-    for number, (each, weights) in enumerate(zip(mixture, found.weights[1:])):
-        start = each.from_sample if each.from_step is None else sample_of(each.from_step)
+    for number, (later, weights) in enumerate(zip(mixture, planned.weights[1:])):
+        start = later.from_sample if later.from_step is None else sample_of(later.from_step)
         assert start is not None, "one of both is given"
-        masked = None
-        if each.mask_documents is not None:
-            masked = read_documents(each.mask_documents, found.sources, f"{table}.mixture[{number}].mask_documents")
-        changed = weights if each.changes_weights else None
-        result.append(Segment(start, changed, each.skip, masked, each.from_step, each.seq_length))
+        masked = read_documents(later.mask_documents, planned.sources, f"{table}.mixture[{number}].mask_documents")
+        changed = weights if later.changes_weights else None
+        result.append(Segment(start, changed, later.skip, masked, later.from_step, later.seq_length))
     return result
 
 
-def read_documents(path: str, sources: Sequence[str], key: str) -> tuple[tuple[int, int], ...]:
+def read_documents(path: str | None, sources: Sequence[str], key: str) -> tuple[tuple[int, int], ...] | None:
     """Return the documents (source, number) that a file lists, a line STORE:K each; UserError that names a bad line.
 
-    `#` begins a comment. No path, "", means no documents.
+    `#` begins a comment. No path, "", means no documents, and None that nothing is said of them.
     """
     if not path:
-        return ()
+        return None if path is None else ()
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{key}: cannot read {path}: {error}", hint="lines such as store/web:17, or '' for none"
         ) from None
-    found = []
+    documents = set()
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -156,18 +152,18 @@ def read_documents(path: str, sources: Sequence[str], key: str) -> tuple[tuple[i
                 f"{path} line {number}: {store} is named more than once among the stores",
                 hint=f"ln -s {quoted(os.path.abspath(store))} COPY, and name one of them so",
             )
-        found.append((at, int(document)))
-    return tuple(sorted(set(found)))
+        documents.add((at, int(document)))
+    return tuple(sorted(documents))
 
 
 def is_one(sources: Sequence[str], path: str) -> bool:
     """Return whether a path names one source alone, not copies that are named alike."""
-    return sum(os.path.abspath(each) == os.path.abspath(path) for each in sources) == 1
+    return sum(os.path.abspath(source) == os.path.abspath(path) for source in sources) == 1
 
 
 def place(sources: Sequence[str], path: str) -> int | None:
     """Return the number of a source that is named as it was, or by another path to the same folder."""
     if path in sources:
         return sources.index(path)
-    absolute = [os.path.abspath(each) for each in sources]
+    absolute = list(map(os.path.abspath, sources))
     return absolute.index(os.path.abspath(path)) if path and os.path.abspath(path) in absolute else None

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from datakit.batches.batch import BatchOptions
     from datakit.order.blend import Blend
     from datakit.order.stream_record import Recorded
-    from datakit.rows.megatron_order import MegatronOrder
     from datakit.store.token_store import TokenStore
     from datakit.tokenization.identity import TokenizerIdentity
 
@@ -77,17 +76,18 @@ class BlendConfig:
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between stores, weights, packing and cache of this table."""
-        found: list[Fault] = []
-        for name in ("weights", "indices"):
-            count = len(getattr(self, name))
-            if count and count != len(self.stores):
-                text = f"{table}.{name} has {count} entries for {len(self.stores)} {table}.stores"
-                found.append(({f"{table}.{name}", f"{table}.stores"}, text))
+        counts = {name: count for name in ("weights", "indices") if (count := len(getattr(self, name)))}
+        faults: list[Fault] = [
+            ({f"{table}.{name}", f"{table}.stores"},
+             f"{table}.{name} has {count} entries for {len(self.stores)} {table}.stores")
+            for name, count in counts.items()
+            if count != len(self.stores)
+        ]  # fmt: skip
         remote = [path for path in self.places if "://" in path]
         if remote and not self.cache:
             text = f"{remote[0]} is read through a local folder, and {table}.cache names none"
-            found.append(({f"{table}.cache", f"{table}.stores"}, f"{text}: --{table}.cache /local/cache"))
-        return found
+            faults.append(({f"{table}.cache", f"{table}.stores"}, f"{text}: --{table}.cache /local/cache"))
+        return faults
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -115,8 +115,9 @@ class BlendConfig:
     def check(self, table: str) -> None:
         """Raise UserError if there are no stores, or if this table has faults."""
         if not self.stores:
-            hint = f"--{table}.stores DIR, made by datakit preprocess"
-            raise UserError(f"{table}.stores names no token store", hint=hint)
+            raise UserError(
+                f"{table}.stores names no token store", hint=f"--{table}.stores DIR, made by datakit preprocess"
+            )
         raise_faults(f"[{table}]", self.faults(table) + unmet(self, f"{table}."), hint=f"{SAMPLE} documents every key")
 
     @property
@@ -129,13 +130,14 @@ class BlendConfig:
         from datakit.order.blend import Blend
 
         self.check(table)
-        weights = self.weights or (1.0,) * len(self.stores)
-        sources = [
-            (self.open_store(number, path, steps.seq_length), weight)
-            for number, (path, weight) in enumerate(zip(self.stores, weights, strict=True))
-        ]
-        size, seed, block_tokens = steps.seq_length, steps.seed, self.shuffled_tokens
-        return Blend(sources, seq_length=size, seed=seed, block_tokens=block_tokens, orders_copies=self.copies_differ)
+        stores = [self.open_store(number, path, steps.seq_length) for number, path in enumerate(self.stores)]
+        return Blend(
+            list(zip(stores, self.weights or [1.0] * len(stores), strict=True)),
+            seq_length=steps.seq_length,
+            seed=steps.seed,
+            block_tokens=self.shuffled_tokens,
+            orders_copies=self.copies_differ,
+        )
 
     @property
     def shuffled_tokens(self) -> int:
@@ -190,10 +192,10 @@ class StreamConfig(BlendConfig):
         """Return the faults between the fields of this table."""
         from datakit.rows.megatron_order import split_fault
 
-        found = BlendConfig.faults(self, table)
+        faults = BlendConfig.faults(self, table)
         if self.split and (fault := split_fault(self.split)):
-            found.append(({f"{table}.split"}, f"{table}.{fault}"))
-        return found or plan(self.stores, self.weights, self.mixture, table)[1]
+            faults.append(({f"{table}.split"}, f"{table}.{fault}"))
+        return faults or plan(self.stores, self.weights, self.mixture, table)[1]
 
     def open(
         self, steps: StepConfig, *, table: str, recorded: "Recorded | None" = None, is_draft: bool = False
@@ -210,21 +212,27 @@ class StreamConfig(BlendConfig):
         self.check(table)
         if self.order == "megatron":
             return self._open_megatron(steps)
-        known, found = recorded or Recorded(None, 0, 0), self.plan
-        stores = [self._store(number, found, known, steps, is_draft=is_draft) for number in range(len(found.sources))]
-        later = segments(found, self.mixture, lambda step: known.sample_of(step, steps.global_batch_size), table)
+        known, planned = recorded or Recorded(None, 0, 0), self.plan
+        stores = [
+            self._store(number, planned, known, steps, is_draft=is_draft) for number in range(len(planned.sources))
+        ]
+        later = segments(planned, self.mixture, lambda step: known.sample_of(step, steps.global_batch_size), table)
         if is_draft:  # which samples steps are is not known
-            later = [replace(each, from_sample=1 + number, skip=()) for number, each in enumerate(later)]
-        sources = list(zip(stores, found.weights[0], strict=True))
-        size, block_tokens = steps.seq_length, self.shuffled_tokens
-        blend = Blend(sources, later=later, seq_length=size, seed=steps.seed, block_tokens=block_tokens)
-        if not is_draft:
-            blend.sources.check_steps(known.num_samples, steps.global_batch_size)
-        gone = [number for number, store in enumerate(blend.stores) if store.shards.is_gone]
-        for number in gone if not is_draft else ():
-            sample = blend.mixture.reads_from(number, known.num_samples)
+            later = [replace(segment, from_sample=1 + number, skip=()) for number, segment in enumerate(later)]
+        blend = Blend(
+            list(zip(stores, planned.weights[0], strict=True)),
+            later=later,
+            seq_length=steps.seq_length,
+            seed=steps.seed,
+            block_tokens=self.shuffled_tokens,
+        )
+        if is_draft:
+            return blend
+        blend.sources.check_steps(known.num_samples, steps.global_batch_size)
+        for number, store in enumerate(blend.stores):
+            sample = blend.mixture.reads_from(number, known.num_samples) if store.shards.is_gone else None
             if sample is not None:
-                path, first = found.sources[blend.sources.owners[number]], max(known.num_samples, 1)
+                path, first = planned.sources[blend.sources.owners[number]], max(known.num_samples, 1)
                 raise UserError(
                     f"the token store {path} is gone, and read from sample {sample} on",
                     hint=f'bring it back, or append [[data.mixture]], from_sample = {first}, remove = ["{path}"]',
@@ -233,13 +241,9 @@ class StreamConfig(BlendConfig):
 
     def _open_megatron(self, steps: StepConfig) -> "Blend":
         """Return the stream of megatron-core's training datasets; UserError if it ends before the run does."""
-        from datakit.rows.megatron_order import MegatronOrder
-
         num_samples = steps.train_steps * steps.global_batch_size
         needed = self.start_sample + num_samples
-        split, surplus = self.split or (1.0,), self.mid_level_dataset_surplus
-        order = MegatronOrder(self.train_samples or needed, split, surplus, self.start_sample)
-        blend = self._blend_of(order, steps)
+        blend = self._in_order(steps, self.train_samples or needed, start_sample=self.start_sample)
         if blend.mixture.max_samples < num_samples:
             size = self.start_sample + blend.mixture.max_samples
             raise UserError(
@@ -254,28 +258,32 @@ class StreamConfig(BlendConfig):
 
         They are of the documents that `split` keeps for validation. UserError if it keeps none.
         """
+        self.check("data")
+        return self._in_order(steps, num_samples, part="valid")
+
+    def _in_order(
+        self, steps: StepConfig, num_samples: int, *, start_sample: int = 0, part: Literal["train", "valid"] = "train"
+    ) -> "Blend":
+        from datakit.order.megatron_blend import MegatronBlend
         from datakit.rows.megatron_order import MegatronOrder
 
-        self.check("data")
-        split, surplus = self.split or (1.0,), self.mid_level_dataset_surplus
-        return self._blend_of(MegatronOrder(num_samples, split, surplus, part="valid"), steps)
-
-    def _blend_of(self, order: "MegatronOrder", steps: StepConfig) -> "Blend":
-        from datakit.order.megatron_blend import MegatronBlend
-
         stores = [self.open_store(number, path, steps.seq_length) for number, path in enumerate(self.stores)]
+        split, surplus = self.split or (1.0,), self.mid_level_dataset_surplus
+        order = MegatronOrder(num_samples, split, surplus, start_sample, part)
         return MegatronBlend(stores, self.weights, seq_length=steps.seq_length, seed=steps.seed, order=order)
 
     def _store(
-        self, number: int, found: Plan, recorded: "Recorded", steps: StepConfig, *, is_draft: bool
+        self, number: int, planned: Plan, recorded: "Recorded", steps: StepConfig, *, is_draft: bool
     ) -> "TokenStore":
         """Return an open store, or what is known of it if its folder is gone."""
         from datakit.rows.recorded_rows import gone_store
+        from datakit.shards.store_source import is_store
 
-        path = found.sources[number]
+        path = planned.sources[number]
         rows = recorded.rows(path, steps.seq_length)
-        seq_length = found.first_length(number, self.mixture, steps.seq_length)
-        if _is_there(path) or (not rows and found.weights[-1][number]):
+        seq_length = planned.first_length(number, self.mixture, steps.seq_length)
+        exists = is_store(path) if "://" in path else os.path.exists(path)
+        if exists or (not rows and planned.weights[-1][number]):
             return self.open_store(number, path, seq_length)
         if not rows and not is_draft:
             raise UserError(
@@ -294,12 +302,6 @@ class StreamConfig(BlendConfig):
         )
 
 
-def _is_there(path: str) -> bool:
-    from datakit.shards.store_source import is_store
-
-    return is_store(path) if "://" in path else os.path.exists(path)
-
-
 @dataclass(frozen=True, slots=True)
 class RunStream:
     """The tables of a run's file that its stream depends on."""
@@ -314,11 +316,11 @@ class RunStream:
         tables = read_toml(path, sample=SAMPLE)
         for name, table in tables.items():
             if name in known and isinstance(table, Mapping):
-                names = {each.name for each in known[name]}
+                names = {key.name for key in known[name]}
                 tables[name] = {key: value for key, value in table.items() if key in names}
-        found: list[Fault] = []
-        run = walk(cls, merge({name: tables[name] for name in known if name in tables}, overrides or {}), found)
-        raise_faults(path, found or run.data.faults("data") + unmet(run), hint=f"{SAMPLE} documents every key")
+        faults: list[Fault] = []
+        run = walk(cls, merge({name: tables[name] for name in known if name in tables}, overrides or {}), faults)
+        raise_faults(path, faults or run.data.faults("data") + unmet(run), hint=f"{SAMPLE} documents every key")
         return run
 
     def open(self, recorded: "Recorded | None" = None) -> "Blend":

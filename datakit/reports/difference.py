@@ -15,6 +15,7 @@ from datakit.files.durable import reading
 from datakit.format.origins import Origin
 from datakit.format.shard import Int64s, ShardIndex, Tokens
 from datakit.store.token_store import TokenStore
+from threefold.closing import Closing
 from threefold.errors import CheckFailed, quoted
 
 WINDOW_DOCUMENTS, WINDOW_TOKENS = 1 << 18, 1 << 19
@@ -47,12 +48,8 @@ def find_difference(
     window_tokens: int = WINDOW_TOKENS,
 ) -> Difference | None:
     """Return the first difference of two stores, None if they hold the same documents; memory is the two windows."""
-    streams = _Stream(left, window_documents), _Stream(right, window_documents)
-    try:
-        document = _first_unequal_document(*streams, window_tokens)
-    finally:
-        for stream in streams:
-            stream.close()
+    with _Stream(left, window_documents) as first, _Stream(right, window_documents) as second:
+        document = _first_unequal_document(first, second, window_tokens)
     return None if document is None else _describe(left, right, document)
 
 
@@ -84,21 +81,22 @@ def _first_unequal_token(left: "_Stream", right: "_Stream", start: int, stop: in
 
 
 def _describe(left: TokenStore, right: TokenStore, document: int) -> Difference:
-    found = [store.document(document) if document < store.num_documents else None for store in (left, right)]
-    first, second = (tokens if tokens is not None else np.empty(0, np.int64) for tokens in found)
+    stores, none = (left, right), np.empty(0, np.int64)
+    has_ended = [document >= store.num_documents for store in stores]
+    first, second = (none if ended else store.document(document) for ended, store in zip(has_ended, stores))
     shorter = min(len(first), len(second))
     unequal = np.flatnonzero(first[:shorter] != second[:shorter])
     token = int(unequal[0]) if len(unequal) else shorter
     sides = [
         None
-        if tokens is None
+        if ended
         else Side(len(tokens), int(tokens[token]) if token < len(tokens) else None, store.origin(document))
-        for store, tokens in zip((left, right), found)
+        for ended, store, tokens in zip(has_ended, stores, (first, second))
     ]
     return Difference(document, token, *sides)
 
 
-class _Stream:
+class _Stream(Closing):
     """One store read front to back: one shard is open at a time, its tokens are read and not mapped."""
 
     def __init__(self, store: TokenStore, window_documents: int) -> None:
@@ -129,10 +127,10 @@ class _Stream:
         dtype = self._index.dtype
         with reading(Path(self._file.name)):
             self._file.seek((start - self.store.token_starts[self._number]) * dtype.itemsize)
-            found = np.fromfile(self._file, dtype, stop - start)
-        if len(found) < stop - start:
+            tokens: Tokens = np.fromfile(self._file, dtype, stop - start)
+        if len(tokens) < stop - start:
             raise self._damaged("its documents reach beyond its tokens")
-        return found
+        return tokens
 
     def close(self) -> None:
         """Let go of the open shard."""

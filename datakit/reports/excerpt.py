@@ -104,17 +104,16 @@ def pieces(tokenizer: Tokenizer, ids: Tokens) -> list[str]:
     A character that is split over several tokens is at the last of them. If a decoder's text cannot be parted by token
     it is one piece.
     """
-    whole = tokenizer.decode(ids)
-    found: list[str] = []
+    texts: list[str] = []
     before = start = 0  # ids[before:start] are the tokens of the last piece: a decoder may need them to place a space
     for stop in range(1, len(ids) + 1):
-        known = tokenizer.decode(ids[before:start])
         text = tokenizer.decode(ids[before:stop])
         is_split = text.endswith(_REPLACEMENT) and stop - start < _MAX_SPLIT_TOKENS and stop < len(ids)
         if not is_split:
-            found.append(text[len(known) :])
+            texts.append(text[len(tokenizer.decode(ids[before:start])) :])
             before, start = start, stop
-    return found if "".join(found) == whole else [whole]
+    whole = tokenizer.decode(ids)
+    return texts if "".join(texts) == whole else [whole]
 
 
 def _parts(store: TokenStore, start: int, stop: int) -> Iterator[Part]:

@@ -5,6 +5,7 @@ The page is the template beside this file; only the plots are put in as they are
 
 import os
 from collections.abc import Sequence
+from dataclasses import astuple
 from io import StringIO
 from typing import Any
 
@@ -52,7 +53,10 @@ def render_report(statistics: Statistics) -> str:
         ],
         tags=statistics.tag_rows,
         source_chart=_bars(
-            "tokens", [_short(name) for name, _, _ in sources], [tokens for _, _, tokens in sources], lying=True
+            "tokens",
+            [name if len(name) <= 40 else f"...{name[-37:]}" for name, _, _ in sources],
+            [tokens for _, _, tokens in sources],
+            lying=True,
         ),
         sources=sources,
     )
@@ -60,10 +64,10 @@ def render_report(statistics: Statistics) -> str:
 
 def _lengths(statistics: Statistics) -> tuple[int | str, ...]:
     """Return min, median, p90, p99, max and mean; nothing for stores without documents."""
-    found = statistics.lengths
-    if found is None:
+    if statistics.lengths is None:
         return ()
-    return found.min, found.median, found.p90, found.p99, found.max, f"{found.mean:,.1f}"
+    *ranks, mean = astuple(statistics.lengths)
+    return *ranks, f"{mean:,.1f}"
 
 
 def _bars(title: str, names: Sequence[str], values: Sequence[int], *, lying: bool = False) -> str:
@@ -76,15 +80,13 @@ def _bars(title: str, names: Sequence[str], values: Sequence[int], *, lying: boo
         figure = Figure(figsize=(9, 0.8 + 0.28 * len(names) if lying else 3.2), layout="constrained")
         FigureCanvasSVG(figure)
         axes: Any = figure.subplots()
-        at = range(len(names))
         if lying:
-            axes.barh(at, values, color="#4477aa")
-            axes.set_yticks(at, names)
+            axes.barh(range(len(names)), values, color="#4477aa", tick_label=names)
             axes.invert_yaxis()
             axes.xaxis.set_major_formatter(_si)
         else:
-            axes.bar(at, values, color="#4477aa")
-            axes.set_xticks(at, names, rotation=60, ha="right")
+            axes.bar(range(len(names)), values, color="#4477aa")
+            axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
             axes.yaxis.set_major_formatter(_si)
         axes.set_title(title)
         axes.spines[["top", "right"]].set_visible(False)
@@ -99,7 +101,3 @@ def _si(value: float, _: int = 0) -> str:
         if value >= size:
             return f"{value / size:g} {unit}"
     return f"{value:g}"
-
-
-def _short(path: str) -> str:
-    return path if len(path) <= 40 else f"...{path[-37:]}"

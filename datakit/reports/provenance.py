@@ -38,7 +38,7 @@ class Passages:
 
     def rows(self) -> list[tuple[int, int, int, int, int]]:
         """Return sample, source, document, start and stop of each passage."""
-        return list(zip(*(getattr(self, each.name).tolist() for each in fields(self))))
+        return list(zip(*(getattr(self, column.name).tolist() for column in fields(self))))
 
     def origins(self, blend: Blend) -> list[Origin]:
         """Return where the document of each passage came from; each shard's file of origins is opened once."""
@@ -55,11 +55,11 @@ class Passages:
 
 def blame(blend: Blend, samples: npt.ArrayLike) -> Passages:
     """Return the passages that one or more global samples read, those of a sample in the order of its tokens."""
-    wanted, seq_lengths = np.array(samples, ndmin=1), blend.sources.seq_lengths
+    asked, seq_lengths = np.array(samples, ndmin=1), blend.sources.seq_lengths
     # of each run of a row's tokens in a shard: row, source, shard, tokens there, their size, first document, documents
     spans: list[tuple[int, ...]] = []
     pointers, lengths = [], []  # of these documents, in the shard's index
-    for row, (source, start) in enumerate(zip(*(column.tolist() for column in blend.addresses(wanted)))):
+    for row, (source, start) in enumerate(zip(*(column.tolist() for column in blend.addresses(asked)))):
         store, length = blend.stores[source], seq_lengths[source]
         for begin, stop in store.row_spans(start // length, length):
             while begin < stop:
@@ -82,9 +82,8 @@ def blame(blend: Blend, samples: npt.ArrayLike) -> Passages:
     starts, ends = np.maximum(begins[span] - at, 0), np.minimum(stops[span] - at, np.concatenate(lengths))
     for wrong in np.flatnonzero(np.add.reduceat(np.maximum(ends - starts, 0), heads) != stops - begins)[:1].tolist():
         raise _damaged(blend.stores[sources[wrong]], int(shards[wrong]))
-    kept = ends > starts  # empty documents are read by nobody
-    columns = wanted[rows[span]].astype(np.int64), sources[span], documents, starts, ends
-    return Passages(*(column[kept] for column in columns))
+    columns = asked[rows[span]].astype(np.int64), sources[span], documents, starts, ends
+    return Passages(*(column[ends > starts] for column in columns))  # empty documents are read by nobody
 
 
 def where(blend: Blend, source: int, document: int, num_samples: int) -> Passages:
@@ -115,5 +114,7 @@ def where(blend: Blend, source: int, document: int, num_samples: int) -> Passage
 
 
 def _damaged(store: TokenStore, shard: int) -> CheckFailed:
-    what = f"{store.shard(shard).idx_path} is damaged: its documents do not follow each other"
-    return CheckFailed(what, hint=f"datakit verify {quoted(store.place)}")
+    return CheckFailed(
+        f"{store.shard(shard).idx_path} is damaged: its documents do not follow each other",
+        hint=f"datakit verify {quoted(store.place)}",
+    )

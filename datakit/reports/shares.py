@@ -44,19 +44,29 @@ class Share:
 
 def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
     """Return the share of each store in the stream's first samples."""
-    all_repeated = repeated(blend, num_samples)
     weights = blend.mixture.weights_at(max(num_samples - 1, 0))
-    found = []
-    for store, weight, rows, length, count, num_repeated in zip(
-        blend.stores, weights, blend.rows.tolist(), blend.sources.seq_lengths, blend.counts(num_samples).tolist(),
-        all_repeated,
-    ):  # fmt: skip
-        read = count * length if store.packing == "concat" else round(count * store.num_tokens / rows)
-        epochs = count / max(rows, 1)
-        share = weight / sum(weights)
-        held, unread = store.num_tokens, unread_tokens(store, rows, length)
-        found.append(Share(store.place, share, held, rows, length, read, count, epochs, num_repeated, unread))
-    return tuple(found)
+    return tuple(
+        Share(
+            store.place,
+            weight / sum(weights),
+            store.num_tokens,
+            rows,
+            length,
+            count * length if store.packing == "concat" else round(count * store.num_tokens / rows),
+            count,
+            count / max(rows, 1),
+            num_repeated,
+            unread_tokens(store, rows, length),
+        )
+        for store, weight, rows, length, count, num_repeated in zip(
+            blend.stores,
+            weights,
+            blend.rows.tolist(),
+            blend.sources.seq_lengths,
+            blend.counts(num_samples).tolist(),
+            repeated(blend, num_samples),
+        )
+    )
 
 
 def unread_tokens(store: TokenStore, num_rows: int, seq_length: int) -> int:
@@ -68,15 +78,15 @@ def unread_tokens(store: TokenStore, num_rows: int, seq_length: int) -> int:
 
 def unread_lines(blend: Blend) -> list[str]:
     """Return a line for each store of whose tokens more than a hundredth are in no row."""
-    found = []
-    for source, (store, rows) in enumerate(zip(blend.stores, blend.rows.tolist())):
-        length = blend.sources.seq_lengths[source]
+    if isinstance(blend, MegatronBlend):
+        return []
+    lines = []
+    for source, (store, rows, length) in enumerate(zip(blend.stores, blend.rows.tolist(), blend.sources.seq_lengths)):
         unread = unread_tokens(store, rows, length)
-        if not isinstance(blend, MegatronBlend) and unread > store.num_tokens * UNREAD_PART:
-            part = unread / store.num_tokens
-            name = source_name(blend, source)
-            found.append(f"the last {unread:,} tokens of {name}, {part:.1%}, are in no row of {length:,} tokens")
-    return found
+        if unread > store.num_tokens * UNREAD_PART:
+            what = f"the last {unread:,} tokens of {source_name(blend, source)}, {unread / store.num_tokens:.1%}"
+            lines.append(f"{what}, are in no row of {length:,} tokens")
+    return lines
 
 
 def repeated(blend: Blend, num_samples: int) -> list[int]:
@@ -86,7 +96,7 @@ def repeated(blend: Blend, num_samples: int) -> list[int]:
     byte and some 50 ns a row. For other sources of a stream with skips, and for Megatron's order, it is the least.
     """
     counts, sizes = blend.counts(num_samples).tolist(), blend.rows.tolist()
-    found = [max(count - size, 0) for count, size in zip(counts, sizes)]
+    num_repeated = [max(count - size, 0) for count, size in zip(counts, sizes)]
     contents: dict[tuple[str, int], list[int]] = {}
     for source, content in enumerate(zip((store.fingerprint for store in blend.stores), blend.sources.seq_lengths)):
         contents.setdefault(content, []).append(source)
@@ -100,8 +110,8 @@ def repeated(blend: Blend, num_samples: int) -> list[int]:
                 for rows in _rows_read(blend, source, num_samples):
                     is_read[rows] = True
                 num_read = int(np.count_nonzero(is_read))
-            found[source] = counts[source] - (num_read - before)
-    return found
+            num_repeated[source] = counts[source] - (num_read - before)
+    return num_repeated
 
 
 def _rows_read(blend: Blend, source: int, num_samples: int) -> Iterator[Int64s | slice]:
@@ -138,10 +148,9 @@ def write_plot(blend: Blend, steps: Steps, last: int, path: str | os.PathLike[st
             samples, rows = [count[source] for count in counts], max(int(blend.rows[source]), 1)
             axes[0].plot(shown, [count * length for count in samples], label=source_name(blend, source))
             axes[1].plot(shown, [count / rows for count in samples])
-        axes[0].set_ylabel("tokens read")
-        axes[1].set_ylabel("epochs")
+        axes[0].set(ylabel="tokens read")
+        axes[1].set(ylabel="epochs", xlabel="step")
         axes[1].axhline(1, color="grey", linewidth=0.8, linestyle="--")  # above it rows are read again
-        axes[1].set_xlabel("step")
         if len(blend.stores) <= _MAX_NAMED:
             axes[0].legend(loc="upper left")
         write_png(path, figure)

@@ -139,19 +139,20 @@ def _count_shard(
     index = ShardIndex(store.path / f"{entry.name}.idx")  # not through the store, which would keep it mapped
     origins = store.origins(number)
     if index.num_sequences != entry.num_documents:
-        what = f"{index.num_sequences} sequences, its manifest says {entry.num_documents} documents"
-        raise _damaged(store, index.path, what)
+        raise _damaged(
+            index.path, f"{index.num_sequences} sequences, its manifest says {entry.num_documents} documents"
+        )
     num_tokens, paths = 0, origins.sources
     tags = [store.tags.of(number, path) for path in paths] if store.tags else [None] * len(paths)
     for start in range(0, index.num_sequences, window_documents):
         window = index.lengths[start : start + window_documents].astype(np.int64)
         if window.min() < 0:
-            raise _damaged(store, index.path, f"a document of {window.min()} tokens")
+            raise _damaged(index.path, f"a document of {window.min()} tokens")
         num_tokens += int(window.sum())
         lengths.add(window)
         sources.add(paths, tags, origins, start, window)
     if num_tokens != entry.num_tokens:
-        raise _damaged(store, index.path, f"{num_tokens} tokens, its manifest says {entry.num_tokens}")
+        raise _damaged(index.path, f"{num_tokens} tokens, its manifest says {entry.num_tokens}")
 
 
 class _LengthCounts:
@@ -180,7 +181,7 @@ class _LengthCounts:
             return int(lengths[np.searchsorted(ranks, rank)])
 
         mean = int((lengths * counts).sum()) / num_documents
-        return Lengths(int(lengths[0]), at(50), at(90), at(99), int(lengths[-1]), mean)
+        return Lengths(at(0), at(50), at(90), at(99), at(100), mean)
 
     def histogram(self) -> Iterator[Bucket]:
         """Documents by powers of two: 0, 1, 2 to 3, 4 to 7, ... up to the longest."""
@@ -195,8 +196,8 @@ class _LengthCounts:
         """Return the lengths that occur, ascending, and how often each does."""
         short, beyond = np.flatnonzero(self.table), sorted(self._beyond)
         lengths = np.concatenate([short, np.array(beyond, np.int64)])
-        counts = np.concatenate([self.table[short], np.array([self._beyond[length] for length in beyond], np.int64)])
-        return lengths, counts
+        beyond_counts = np.array([self._beyond[length] for length in beyond], np.int64)
+        return lengths, np.concatenate([self.table[short], beyond_counts])
 
 
 class _SourceCounts:
@@ -212,12 +213,11 @@ class _SourceCounts:
         """Count the documents from `start` on of a shard, which have these lengths; each path has its tag."""
         numbers = origins.source_numbers[start : start + len(lengths)].astype(np.int64)
         if numbers.max() >= len(paths):
-            what = f"{origins.path} is damaged: a document names source {numbers.max()} of {len(paths)}"
-            raise CheckFailed(what, hint=f"datakit verify {quoted(origins.path.parent)}")
-        found, inverse = np.unique(numbers, return_inverse=True)
-        tokens = np.zeros(len(found), np.int64)
+            raise _damaged(origins.path, f"a document names source {numbers.max()} of {len(paths)}")
+        named, inverse = np.unique(numbers, return_inverse=True)
+        tokens = np.zeros(len(named), np.int64)
         np.add.at(tokens, inverse, lengths)
-        for number, num_documents, num_tokens in zip(found.tolist(), np.bincount(inverse).tolist(), tokens.tolist()):
+        for number, num_documents, num_tokens in zip(named.tolist(), np.bincount(inverse).tolist(), tokens.tolist()):
             self._documents[paths[number]] += num_documents
             self._tokens[paths[number]] += num_tokens
             self._tag_documents[tags[number]] += num_documents
@@ -241,5 +241,5 @@ class _SourceCounts:
         return tuple(TagCounts(name, self._tag_documents[name], self._tag_tokens[name]) for name in every)
 
 
-def _damaged(store: TokenStore, file: Path, what: str) -> CheckFailed:
-    return CheckFailed(f"{file} is damaged: {what}", hint=f"datakit verify {quoted(store.path)}")
+def _damaged(file: Path, what: str) -> CheckFailed:
+    return CheckFailed(f"{file} is damaged: {what}", hint=f"datakit verify {quoted(file.parent)}")

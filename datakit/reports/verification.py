@@ -8,7 +8,7 @@ damaged frames are named, not the documents. Memory is then some 20 MiB a thread
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,23 +55,25 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
     if not is_plain_folder(os.fspath(path)):
         source = StoreSource.open(os.fspath(path))
         with _threads() as pool:
-            found = [fault for fault in pool.map(lambda file: _source_fault(source, file), source.files) if fault]
-        return [*_record_faults(source.storage), *_copy_faults(source), *found]
+            faults = [fault for fault in pool.map(lambda file: _source_fault(source, file), source.files) if fault]
+        return [*_record_faults(source.storage), *_copy_faults(source), *faults]
     folder = Path(path)
     if (index := read_record(folder)) is not None:
-        faults = ((file := column_path(folder, name), _file_fault(file, index.files[name], None)) for name in COLUMNS)
-        return [Fault(str(file), message) for file, message in faults if message]
+        return list(_file_faults({column_path(folder, name): index.files[name] for name in COLUMNS}))
     store = TokenStore(FolderShards(folder, Manifest.read(folder)))
-    record_faults = list(_record_faults(open_storage(folder)))
-    copy = ((folder / name, digest) for name, digest in store.manifest.tokenizer_files.items())
-    record_faults += [Fault(str(file), what) for file, digest in copy if (what := _file_fault(file, digest, None))]
-
-    def check(number: int) -> list[Fault]:
-        return list(_shard_faults(store, number, store.manifest.shards[number]))
+    copy = {folder / name: digest for name, digest in store.manifest.tokenizer_files.items()}
+    record_faults = [*_record_faults(open_storage(folder)), *_file_faults(copy)]
 
     with _threads() as pool:
-        shards = pool.map(check, range(len(store.manifest.shards)))
+        shards = pool.map(lambda number: list(_shard_faults(store, number)), range(len(store.manifest.shards)))
         return record_faults + [fault for faults in shards for fault in faults]
+
+
+def _file_faults(files: Mapping[Path, FileDigest]) -> Iterator[Fault]:
+    """Yield what is wrong with the bytes of files."""
+    for file, digest in files.items():
+        if message := _file_fault(file, digest, None):
+            yield Fault(str(file), message)
 
 
 def _record_faults(storage: Storage) -> Iterator[Fault]:
@@ -97,12 +99,11 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
-def _shard_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterator[Fault]:
-    damaged: dict[str, Fault] = {}
+def _shard_faults(store: TokenStore, number: int) -> Iterator[Fault]:
+    entry, damaged = store.manifest.shards[number], dict[str, Fault]()
     largest = _Largest(store.dtype)
     for file, digest in store.files(entry):
-        message = _file_fault(file, digest, largest if file.suffix == ".bin" else None)
-        if message:
+        if message := _file_fault(file, digest, largest if file.suffix == ".bin" else None):
             damaged[file.suffix] = Fault(str(file), message)
     first = store.document_starts[number]
     for suffix, fault in damaged.items():
@@ -178,7 +179,7 @@ def _damaged_in_index(index: ShardIndex, entry: ShardEntry) -> list[int]:
         wrong = np.append(index.pointers[1:], entry.bin.size_bytes) - index.pointers != size_bytes
     numbers = np.arange(entry.num_documents)
     wrong |= (index.document_index[:-1] != numbers) | (index.document_index[1:] != numbers + 1)
-    return [int(document) for document in np.flatnonzero(wrong)]
+    return list(map(int, np.flatnonzero(wrong)))
 
 
 def _content_faults(store: TokenStore, number: int, entry: ShardEntry, largest: int) -> Iterator[Fault]:
