@@ -53,8 +53,9 @@ def _columns(part: FileSlice, names: Sequence[str], is_lenient: bool) -> Iterato
             yield [column.to_pylist() for column in columns]
     except (ArrowException, EOFError, OSError, UnicodeDecodeError) as error:  # the last from a damaged column's name
         if isinstance(error, OSError) and error.errno:
-            what = f"cannot read {path}: {os.strerror(error.errno)}"
-            raise StorageError(what, hint=part.file.hint("ls -l")) from error
+            raise StorageError(
+                f"cannot read {path}: {os.strerror(error.errno)}", hint=part.file.hint("ls -l")
+            ) from error
         why = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path} is truncated or damaged, or no {part.file.kind}: {why}", hint="copy or download it again"
@@ -203,17 +204,17 @@ def _found_columns(part: FileSlice, names: Sequence[str], is_lenient: bool, sche
 
     fields = {field.name: field.type for field in schema}
     texts = [".".join(path) for path in _text_paths(fields)]
-    found = [path for name in names if (path := _find_path(fields, name))]
+    paths = [path for name in names if (path := _find_path(fields, name))]
     if is_lenient:
-        return found or [()]
+        return paths or [()]
     hint = f"--text-key {texts[0]}" if texts else "convert a column of text into one of type string"
-    if not found:
+    if not paths:
         asked, others = " or ".join(map(repr, names)), ", ".join(map(repr, schema.names)) or "none"
         raise UserError(f"{part.file.path}: no column {asked}; its columns: {others}", hint=hint)
-    for path in found:
+    for path in paths:
         if not (_is_text(kind := _type_of(fields, path)) or types.is_null(kind)):
             raise UserError(f"{part.file.path}: the column {'.'.join(path)!r} is not text but {kind}", hint=hint)
-    return found
+    return paths
 
 
 def _find_path(fields: dict[str, Any], name: str) -> Path | None:

@@ -262,18 +262,19 @@ class DocumentReader:
             return UserError(f"{part.file.shown}, row {row}: {message}{at}", hint="--skip-invalid")
         if part.file.kind == "jsonl" and part.start:
             require_lines(part.file, next(read_blocks(FileSlice(part.file, 0, part.file.size_bytes))))
-        line += _lines_before(part) + content.count(b"\n", 0, fault.byte or 0) + 1
+        before = read_blocks(FileSlice(part.file, 0, part.start)) if part.start else ()
+        line += sum(block.count(b"\n") for block in before) + content.count(b"\n", 0, fault.byte or 0) + 1
         if fault.byte is not None:
             message += f" at byte {offset + fault.byte}"
             convert = "iconv -f LATIN1 -t UTF-8"
             hint = f"{convert} {quoted(part.file.path)} -o FIXED, if it is Latin-1"
             if part.file.spooled:
                 hint = f"COMMAND | {convert} | datakit preprocess - ..., if it is Latin-1"
-        show = SHOWN_BY[part.file.compression]
-        look = f"{show} {quoted(part.file.path)} | sed -n {line}p"
-        if part.file.spooled or is_url(part.file.path):
-            look = "--skip-invalid"
-        return UserError(f"{part.file.shown}, line {line}: {message}", hint=hint or look)
+        look = f"{SHOWN_BY[part.file.compression]} {quoted(part.file.path)} | sed -n {line}p"
+        is_seen = not part.file.spooled and not is_url(part.file.path)
+        return UserError(
+            f"{part.file.shown}, line {line}: {message}", hint=hint or (look if is_seen else "--skip-invalid")
+        )
 
     def _whole_lines(self) -> Iterator[tuple[int, bytes]]:
         """Offset and bytes of some whole lines at a time, newlines included; a line over several blocks comes alone."""
@@ -306,18 +307,14 @@ class DocumentReader:
 
     def _too_large(self, size_bytes: int) -> StorageError:
         file = self._part.file
-        what = f"{file.path}: a document of {size_bytes:,} bytes does not fit into memory"
-        return StorageError(what, hint=memory_hint(file))
+        return StorageError(
+            f"{file.path}: a document of {size_bytes:,} bytes does not fit into memory", hint=memory_hint(file)
+        )
 
 
 def memory_hint(file: InputFile) -> str:
     """Return what to try if memory does not suffice for a file."""
     return "give fewer --workers" + ", or --txt-split line if each line is a document" * (file.kind == "txt")
-
-
-def _lines_before(part: FileSlice) -> int:
-    before = FileSlice(part.file, 0, part.start)
-    return sum(block.count(b"\n") for block in read_blocks(before)) if part.start else 0
 
 
 def _split(offset: int, lines: bytes) -> Iterator[tuple[int, bytes]]:

@@ -4,7 +4,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,13 +46,12 @@ class Found:
         kinds = [f"{kind} ({count:,})" for kind, count in self.unread.most_common(_NUM_NAMED_KINDS)]
         if more := len(self.unread) - len(kinds):
             kinds.append(f"{more} more kinds")
-        parts = []
-        if others := self.unread.total():
-            what = "file of other kinds was" if others == 1 else "files of other kinds were"
-            parts.append(f"{others:,} {what} not read: {', '.join(kinds)}")
-        if self.num_hidden:
-            parts.append(f"{self.num_hidden:,} hidden name{' was' if self.num_hidden == 1 else 's were'} not read")
-        return "; ".join(parts) or None
+        others, num_hidden = self.unread.total(), self.num_hidden
+        what = "file of other kinds was" if others == 1 else "files of other kinds were"
+        unread = f"{others:,} {what} not read: {', '.join(kinds)}" if others else ""
+        names = "name was" if num_hidden == 1 else "names were"
+        hidden = f"{num_hidden:,} hidden {names} not read" if num_hidden else ""
+        return "; ".join(filter(None, (unread, hidden))) or None
 
     def once_notice(self) -> str | None:
         """Return one line on what was named more than once, None if nothing was."""
@@ -84,34 +83,34 @@ def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
     Folders are searched through and through, hidden names and the local paths of `but` left out; each real folder
     counts once.
     """
-    found, folders = Found(), dict[str, int]()
+    inputs, folders = Found(), dict[str, int]()
     for number, argument in enumerate(arguments):
         if not is_url(argument):
-            for folder in _find_local(argument, number, found):
-                found.repeated += [folder] * (folders.setdefault(folder, number) != number)
+            for folder in _find_local(argument, number, inputs):
+                inputs.repeated += [folder] * (folders.setdefault(folder, number) != number)
 
     @cache
     def owner(folder: str) -> int:
-        above = (each or "." for each in (folder, *_parents(folder)))
-        return next((folders[each] for each in above if each in folders), -1)
+        above = (path or "." for path in (folder, *_parents(folder)))
+        return next((folders[path] for path in above if path in folders), -1)
 
-    for entry in entries_below(folders, but, found.faults):
+    for entry in entries_below(folders, but, inputs.faults):
         if (entry.is_symlink() or not entry.is_file()) and is_pipe(entry.path):  # an ordinary file is not looked up
-            found.unread["pipe or device"] += 1
+            inputs.unread["pipe or device"] += 1
         else:
-            found.sort_in(entry.path.removeprefix("./"), entry.name, owner(os.path.dirname(entry.path)))
-    found.repeated += _inside(folders)
-    found.files = set(_once(found.led_to, found.repeated))
+            inputs.sort_in(entry.path.removeprefix("./"), entry.name, owner(os.path.dirname(entry.path)))
+    inputs.repeated += _inside(folders)
+    inputs.files = set(_once(inputs.led_to, inputs.repeated))
     urls = list(filter(is_url, arguments))
-    found.repeated += (url for url, count in Counter(urls).items() if count > 1)
+    inputs.repeated += (url for url, count in Counter(urls).items() if count > 1)
     with ThreadPoolExecutor(_NUM_REQUESTS) as threads:
-        for folder, objects in threads.map(partial(_find_remote, faults=found.faults), dict.fromkeys(urls)):
+        for folder, objects in threads.map(partial(_find_remote, faults=inputs.faults), dict.fromkeys(urls)):
             for key, info in objects.items():
                 if key:
-                    found.sort_in(f"{folder}/{key}", key, -1, info)
+                    inputs.sort_in(f"{folder}/{key}", key, -1, info)
                 else:
-                    found.add_object(folder, info)
-    return found
+                    inputs.add_object(folder, info)
+    return inputs
 
 
 def checkpoint_in(folder: str) -> str | None:
@@ -124,38 +123,37 @@ def checkpoint_in(folder: str) -> str | None:
     return None
 
 
-def _refuse_stored(folder: str, faults: Faults) -> bool:
-    """Put a fault for a folder of tokens or tensors, whose records are no text, and return whether it is one."""
-    checkpoint = checkpoint_in(folder)
-    if checkpoint:
-        faults.append(UserError(f"{folder} is not text but {checkpoint}", hint=f"ckptkit inspect {quoted(folder)}"))
-    elif os.path.isfile(f"{folder}/manifest.json") and glob.glob(f"{glob.escape(folder)}/shard-*.bin"):
+def _stored(folder: str) -> UserError | None:
+    """Return the fault of a folder of tokens or tensors, whose records are no text, None for any other."""
+    if checkpoint := checkpoint_in(folder):
+        return UserError(f"{folder} is not text but {checkpoint}", hint=f"ckptkit inspect {quoted(folder)}")
+    if os.path.isfile(f"{folder}/manifest.json") and glob.glob(f"{glob.escape(folder)}/shard-*.bin"):
         hint = f"datakit inspect {quoted(folder)}; several stores become one with datakit merge"
-        faults.append(UserError(f"{folder} is not text but a token store", hint=hint))
-    else:
-        return False
-    return True
+        return UserError(f"{folder} is not text but a token store", hint=hint)
+    return None
 
 
-def _find_local(argument: str, number: int, found: Found) -> Iterator[str]:
-    """Put files and pipes that an argument names into `found`, return its folders."""
+def _find_local(argument: str, number: int, inputs: Found) -> Iterator[str]:
+    """Put files and pipes that an argument names into `inputs`, return its folders."""
     is_named = is_pipe(argument) or os.path.lexists(argument)
-    matches = [argument] if is_named else matches_of(argument, found.faults) if glob.has_magic(argument) else []
+    matches = [argument] if is_named else matches_of(argument, inputs.faults) if glob.has_magic(argument) else []
     if not matches:
         url = url_meant(argument)
         what = f"no such input: {argument}" + (", and a URL has a colon" if url else "")
-        found.faults.append(UserError(what, hint=quoted(url) if url else listing(argument)))
+        inputs.faults.append(UserError(what, hint=quoted(url) if url else listing(argument)))
     for path in matches:
         if is_pipe(path):
-            found.repeated += [path] * (path in found.pipes)
-            found.pipes.add(path)
-        elif os.path.isdir(path):
-            if not _refuse_stored(path, found.faults):
-                yield plain_path(path)
-        elif is_named:
-            found.led_to.append((plain_path(path), number))
+            inputs.repeated += [path] * (path in inputs.pipes)
+            inputs.pipes.add(path)
+        elif not os.path.isdir(path):
+            if is_named:
+                inputs.led_to.append((plain_path(path), number))
+            else:
+                inputs.sort_in(plain_path(path), os.path.basename(path), number)
+        elif fault := _stored(path):
+            inputs.faults.append(fault)
         else:
-            found.sort_in(plain_path(path), os.path.basename(path), number)
+            yield plain_path(path)
 
 
 def _inside(folders: Mapping[str, int]) -> Iterator[str]:
@@ -212,21 +210,18 @@ def _listed(url: str) -> tuple[str, dict[str, ObjectInfo]]:
         storage, name = storage_of(url)
         if name and not url.endswith("/") and (info := storage.info(name)):
             return url, {"": info}
-        folder = url.rstrip("/")
-        objects = {info.key: info for info in open_repeating(folder).list()}
+        folder, pattern = url.rstrip("/"), re.compile("")  # which matches all
     else:
         folder = url[: re.search(r"[*?[]", url).start()].rpartition("/")[0]  # type: ignore[union-attr]  # has_magic
-        matches = _matcher(url[len(folder) + 1 :])
-        objects = {info.key: info for info in open_repeating(folder).list() if matches(info.key)}
-    return folder, objects
+        pattern = _compiled(url[len(folder) + 1 :])
+    return folder, {info.key: info for info in open_repeating(folder).list() if pattern.match(info.key)}
 
 
-def _matcher(pattern: str) -> Callable[[str], bool]:
-    """Return whether a key matches a glob, in which `*` stays within a folder and `**` does not."""
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return what matches the keys of a glob, in which `*` stays within a folder and `**` does not."""
     from fsspec.utils import glob_translate
 
     try:
-        compiled = re.compile(glob_translate(pattern))
+        return re.compile(glob_translate(pattern))
     except ValueError as error:
         raise UserError(f"{pattern} is not a glob: {error}", hint="write ** alone between slashes") from None
-    return lambda key: compiled.match(key) is not None

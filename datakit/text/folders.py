@@ -50,8 +50,8 @@ def matches_of(pattern: str, faults: Faults | None = None) -> list[str]:
     `faults` takes the folders that cannot be listed.
     """
     root = "/" if pattern.startswith("/") else "."
-    found = set(_matches(root, [part for part in pattern.split("/") if part not in ("", ".")], faults))
-    return sorted(path for path in found if not pattern.endswith("/") or os.path.isdir(path))
+    matches = set(_matches(root, [part for part in pattern.split("/") if part not in ("", ".")], faults))
+    return sorted(path for path in matches if not pattern.endswith("/") or os.path.isdir(path))
 
 
 def is_hidden(name: str) -> bool:
@@ -92,8 +92,8 @@ def _matches(folder: str, parts: list[str], faults: Faults | None) -> Iterator[s
         return
     part, rest = parts[0], parts[1:]
     if part == "**":
-        for each, _ in _walk([folder] if os.path.isdir(folder) else [], (), faults):
-            yield from _matches(each, rest, faults)
+        for below, _ in _walk([folder] if os.path.isdir(folder) else [], (), faults):
+            yield from _matches(below, rest, faults)
     elif not glob.has_magic(part):
         if os.path.lexists(path := _path(folder, part)):
             yield from _matches(path, rest, faults)
@@ -113,16 +113,14 @@ def _entries(folder: str, faults: Faults | None) -> tuple[list[os.DirEntry[str]]
     One that cannot be listed has no entries, and -1 and its number among the faults.
     """
     try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-        status = os.stat(folder)
+        with os.scandir(folder) as scanned:
+            return sorted(scanned, key=lambda entry: entry.name), _identity(os.stat(folder))
     except OSError as error:
         fault = StorageError(f"cannot read {folder}: {error.strerror}", hint=f"ls -ld {quoted(folder)}")
         if faults is None:
             raise fault from error
         faults.append(fault)
         return [], (-1, len(faults))
-    return entries, _identity(status)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

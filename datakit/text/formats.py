@@ -3,7 +3,6 @@
 import os
 
 from threefold.errors import UserError, is_utf8, quoted
-from threefold.packages import require
 
 LINE_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt"}
 COLUMN_KINDS = {".parquet": "parquet", ".arrow": "arrow"}  # compressed inside, never as a whole
@@ -31,21 +30,15 @@ def is_lines(kind: str) -> bool:
 
 def known_format(path: str, default: tuple[str, str] | None = None) -> tuple[str, str]:
     """Return the format of a file that is to be read, or `default`; UserError if there is none or it cannot be read."""
-    found = format_of(path) or default
-    if found is None:
+    known = format_of(path) or default
+    if known is None:
         raise UserError(
             f"{path} is not text that can be read, by its name",
             hint=f"mv {quoted(path)} {quoted(path)}.jsonl, if that is what it holds; {NAMES_HINT}",
         )
     if not is_utf8(path):
         raise UserError(f"the name {path!r} is not UTF-8", hint=f"mv {quoted(path)} NEW{os.path.splitext(path)[1]}")
-    return found
-
-
-def require_reader(kind: str, path: str) -> None:
-    """Raise UserError if the package that reads a kind of file is not installed."""
-    if kind in COLUMN_KINDS.values():
-        require("pyarrow", f"{path}: reading {kind}")
+    return known
 
 
 def other_kind(name: str) -> str:

@@ -77,7 +77,8 @@ def _fault(source: Any, files: list[str], keys: Sequence[str]) -> str | None:
         return "is in memory"
     if len(set(map(os.path.realpath, files))) < len(files):
         return "reads files more than once, or in parts, and each file is read once"
-    if getattr(source, "_indices", None) is not None or _rows_in(files) != source.num_rows:
+    is_selected = getattr(source, "_indices", None) is not None
+    if is_selected or sum(batch.num_rows for batch in _batches_of(files)) != source.num_rows:
         return "was selected or shuffled, so its files hold other rows"
     if files != sorted(files):
         return f"reads {files[0]} before others, and files are read in the order of their names"
@@ -109,25 +110,21 @@ def _different_column(table: Any, files: Sequence[str], keys: Sequence[str]) -> 
     for batch in _batches_of(files):
         for name in names:
             shown = table.column(name).slice(first, batch.num_rows) if name in table.column_names else None
-            held = batch.column(name) if name in batch.schema.names else None
-            if (shown is None) != (held is None) or (shown is not None and not _is_equal(shown, held)):
+            stored = batch.column(name) if name in batch.schema.names else None
+            if (shown is None) != (stored is None) or (shown is not None and not _is_equal(shown, stored)):
                 return name
         first += batch.num_rows
     return None
 
 
-def _is_equal(shown: Any, held: Any) -> bool:
+def _is_equal(shown: Any, stored: Any) -> bool:
     """Return whether a part of a table's column has the values of one of a file; kinds of strings may differ."""
     from pyarrow import ArrowException, chunked_array
 
     try:
-        return bool(shown.equals(chunked_array([held if held.type == shown.type else held.cast(shown.type)])))
+        return bool(shown.equals(chunked_array([stored if stored.type == shown.type else stored.cast(shown.type)])))
     except ArrowException:  # there is no such cast
         return False
-
-
-def _rows_in(files: list[str]) -> int:
-    return sum(batch.num_rows for batch in _batches_of(files))
 
 
 def _batches_of(files: Sequence[str]) -> Iterator[Any]:

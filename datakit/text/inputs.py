@@ -18,9 +18,10 @@ from datakit.files.durable import reading
 from datakit.files.remote_file import RemoteFile, is_url, storage_of
 from datakit.text.finding import find
 from datakit.text.folders import Faults
-from datakit.text.formats import NAMES_HINT, PIPE_FORMAT, is_lines, known_format, require_reader
+from datakit.text.formats import COLUMN_KINDS, NAMES_HINT, PIPE_FORMAT, is_lines, known_format
 from datakit.text.spool import STANDARD_INPUT, Spool, is_pipe
 from threefold.errors import StorageError, UserError, listed, quoted
+from threefold.packages import require
 from threefold.storage import ObjectInfo
 
 MIN_ITEM_BYTES, MAX_ITEM_BYTES = 4 << 20, 256 << 20
@@ -69,8 +70,7 @@ class InputFile:
         """Read the bytes [start, stop), fewer where the file ends before; with one request, if it is behind a URL."""
         if is_url(self.path):
             storage, key = storage_of(self.path)
-            [content] = storage.read_ranges(key, [(start, stop)])
-            return bytes(content)
+            return bytes(storage.read_ranges(key, [(start, stop)])[0])
         with self.open() as file:
             file.seek(start)
             return file.read(stop - start)
@@ -139,23 +139,22 @@ def find_inputs(
     `report` takes one line on what folders and globs hold that is not read. `spool` copies pipes, which are refused
     without one; "-" is standard input. `but` are files and folders that a search leaves out: a command's own.
     """
-    found = find(arguments, but)
-    if once := found.once_notice():
-        report(once)
-    if notice := found.notice():
-        report(notice)
-    descriptions = [partial(_describe, path, opens=True) for path in sorted(found.files)]
-    descriptions += [partial(_describe_object, url, info) for url, info in found.objects.items()]
-    files = list(_readable(descriptions, found.faults))
-    _treat(found.faults, report if skip_unreadable else None)
-    files += [_copy(path, spool) for path in sorted(found.pipes)]
+    named = find(arguments, but)
+    notice = named.notice()
+    for line in filter(None, (named.once_notice(), notice)):
+        report(line)
+    descriptions = [partial(_describe, path, opens=True) for path in sorted(named.files)]
+    descriptions += [partial(_describe_object, url, info) for url, info in named.objects.items()]
+    files = list(_readable(descriptions, named.faults))
+    _treat(named.faults, report if skip_unreadable else None)
+    files += [_copy(path, spool) for path in sorted(named.pipes)]
     if not files:
         if both := {*map(os.path.realpath, arguments)} & {*map(os.path.realpath, but)}:
             raise UserError(f"{min(both)} is named as input and as output", hint="choose another --output")
         more = f" ({notice})" if notice else ""
         raise UserError(f"the input is empty: no text file in {' '.join(arguments)}{more}", hint=NAMES_HINT)
-    for file in {file.kind: file for file in files}.values():
-        require_reader(file.kind, file.path)
+    for file in {file.kind: file for file in files if file.kind in COLUMN_KINDS.values()}.values():
+        require("pyarrow", f"{file.path}: reading {file.kind}")
     return sorted(files, key=lambda file: file.path)
 
 
@@ -204,7 +203,9 @@ def cut(files: Sequence[InputFile], item_bytes: int, *, split_txt: bool) -> Iter
 
     A parquet or Arrow file is split too; an item is empty if none of its row groups begins in its part.
     """
-    splits = [_is_split(file, item_bytes, split_txt) for file in files]
+    splits = [
+        not file.compression and (file.kind != "txt" or split_txt) and file.size_bytes > item_bytes for file in files
+    ]
     line_begins = _line_begins(
         (file, offset)
         for file, is_split in zip(files, splits)
@@ -225,10 +226,6 @@ def cut(files: Sequence[InputFile], item_bytes: int, *, split_txt: bool) -> Iter
             group_bytes += file.size_bytes
     if group:
         yield WorkItem(number, tuple(group))
-
-
-def _is_split(file: InputFile, item_bytes: int, split_txt: bool) -> bool:
-    return not file.compression and (file.kind != "txt" or split_txt) and file.size_bytes > item_bytes
 
 
 def _inner_offsets(file: InputFile, item_bytes: int) -> list[int]:
@@ -285,16 +282,10 @@ def _describe(path: str, *, opens: bool = False) -> InputFile:
     """Return a file as an input; it is opened for that if asked, as only so is it known whether it may be read."""
     kind, compression = known_format(path)
     with reading(path):
-        status = _open_status(path) if opens else os.stat(path)
+        if opens:
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        status = os.stat(path)
     return InputFile(path, kind, compression, status.st_size, status.st_mtime_ns)
-
-
-def _open_status(path: str) -> os.stat_result:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _describe_object(url: str, info: ObjectInfo) -> InputFile:

@@ -83,15 +83,15 @@ class JsonText:
     def _text(self, value: Any) -> str:
         if not isinstance(value, dict):
             raise LineFault("no JSON object")
-        there = {key: other for key in self._keys if (other := _lookup(value, key)) is not _MISSING}
-        found = {key: other for key, other in there.items() if other is not None}
-        if not found:
-            is_null = there and len(self._keys) == 1
+        values = {key: other for key in self._keys if (other := _lookup(value, key)) is not _MISSING}
+        texts = {key: other for key, other in values.items() if other is not None}
+        if not texts:
+            is_null = values and len(self._keys) == 1
             raise null_text(self._keys[0]) if is_null else _no_key(value, self._keys, after_others=not self.is_first)
-        for key, other in found.items():
+        for key, other in texts.items():
             if not isinstance(other, str):
                 raise LineFault(f"{key!r} is not text but {type(other).__name__}")
-        return "\n\n".join(filter(None, found.values()))
+        return "\n\n".join(filter(None, texts.values()))
 
 
 def require_lines(file: InputFile, head: bytes) -> None:

@@ -5,7 +5,6 @@ through /proc while that process lives.
 """
 
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -74,10 +73,4 @@ def is_pipe(path: str) -> bool:
 
     What can be read once, and from the begin only.
     """
-    if path == STANDARD_INPUT:
-        return True
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    return path == STANDARD_INPUT or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
