@@ -33,9 +33,9 @@ from datakit.rows.pack import pack as pack
 from datakit.rows.packed_rows import Packing as Packing
 from datakit.shards.store_source import store_tokenizer as store_tokenizer
 from datakit.store.archiving import archive as archive
+from datakit.store.archiving import unarchive as unarchive
 from datakit.store.merging import merge as merge
 from datakit.store.token_store import TokenStore as TokenStore
-from datakit.store.unarchiving import unarchive as unarchive
 from datakit.store.writer import write_store as write_store
 from datakit.tokenization.encoder import Encoder as Encoder
 from datakit.tokenization.encoder import choose_backend as choose_backend

@@ -12,7 +12,7 @@ import numpy as np
 
 from datakit.batches.batch import BYTES_A_TOKEN, PLAIN, BatchOptions, Bytes, HostBatch, Int32s
 from datakit.batches.row_pieces import RowPieces
-from datakit.format.mapped import check_read
+from datakit.format.native import check_read
 from datakit.format.shard import Int64s
 from datakit.rows.native import address_of, packing_library, stream_library
 from datakit.store.token_store import NO_EOD

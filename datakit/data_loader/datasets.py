@@ -3,6 +3,14 @@
 Micro-batch j of data-parallel rank r is global samples `start + (j * dp_size + r) * micro_batch_size` on, as many as it
 has rows: with start 0, two ranks and four rows, micro-batch 3 of rank 1 is samples 28 to 31. A Loader with any number
 of micro-batches a step reads the same ones.
+
+Models of transformers shift labels by themselves. Label i of ours is token i + 1. Theirs is token i, which a model
+compares with what it makes at i - 1:
+
+    tokens     5   6   7   0   8        our labels     6   7   0   8   9     and the mask    1  1  1  0  1
+    input_ids  5   6   7   0   8        their labels -100  6   7   0 -100
+
+Label 0 is compared with nothing. What our last label asks for, 9, is in no label of theirs.
 """
 
 import multiprocessing
@@ -18,7 +26,6 @@ import numpy as np
 
 from datakit.batches.batch import PLAIN, BatchOptions, HostBatch
 from datakit.data_loader.loader_state import KEY, WAY_OUT, Geometry, parts_of, place_of
-from datakit.data_loader.model_batch import DATAKIT, TRANSFORMERS, check_format, for_transformers
 from datakit.data_loader.outer_loader import check_loader
 from datakit.data_loader.shared_place import SharedPlace
 from datakit.loading.loader import Loader
@@ -27,6 +34,26 @@ from datakit.order.blend import Blend
 from datakit.order.cursor import Cursor
 from threefold.errors import UserError
 from threefold.packages import needed_for
+
+DATAKIT, TRANSFORMERS = FORMATS = ("datakit", "transformers")
+IGNORED = -100  # the label that a loss of transformers leaves out
+
+
+def check_format(name: object) -> str:
+    """Return the name of a format; UserError if it is not one."""
+    if name not in FORMATS:
+        raise UserError(f"format is one of {', '.join(FORMATS)}, not {name!r}", hint='format="transformers"')
+    return str(name)
+
+
+def for_transformers(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch's tensors under the names of transformers; the memory of labels is used for theirs."""
+    tokens, labels, mask = batch["tokens"], batch["labels"], batch["loss_mask"]
+    labels[:, 1:] = tokens[:, 1:]
+    labels[:, 1:].masked_fill_(mask[:, :-1] == 0, IGNORED)
+    labels[:, 0] = IGNORED
+    return {"input_ids": tokens, "labels": labels, "position_ids": batch["positions"]}
+
 
 with needed_for("datakit.torch"):
     import torch
@@ -85,8 +112,7 @@ class _MicroBatches:
         is_cut = self._options.pad_to_multiple_of > 0
         out = None if is_cut else np.empty(HostBatch.num_bytes(loader.shape_at(first)), np.uint8)
         host = loader.step_at(first, out)
-        buffer = torch.from_numpy(host.buffer)
-        columns = HostBatch.split(buffer, host.shape[1:], torch.int64, torch.float32)
+        columns = HostBatch.split(torch.from_numpy(host.buffer), host.shape[1:], torch.int64, torch.float32)
         batch: Batch = dict(zip(("tokens", "labels", "positions", "loss_mask"), columns))
         if self._format == TRANSFORMERS:
             return for_transformers(batch)
@@ -129,15 +155,15 @@ class StreamDataset(_MicroBatches, IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         check_loader(self, self.dp_size)
-        here, owner = self._here(), _owner()
+        reader, owner = self._reader(), _owner()
         if self._resumed:  # as torchdata does once in a worker: its state, then its iteration
             self._resumed = False
         elif self._place.is_resumed_by_workers(owner):
             return _refuse_second_iteration()
         else:
             self._begin(self._place.cursor(owner))
-        self._place.note_reader(owner, is_worker=here.num_workers > 0)
-        return self._share(self._num_samples, here)
+        self._place.note_reader(owner, is_worker=reader.num_workers > 0)
+        return self._share(self._num_samples, reader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor after what was read in this process, in the protocol of torchdata's StatefulDataLoader.
@@ -148,13 +174,13 @@ class StreamDataset(_MicroBatches, IterableDataset[Batch]):
         Of a worker it is the cursor of its next round, in which each worker makes one micro-batch. What workers read is
         not known to the process that started them: that is a UserError, unless a cursor was loaded since.
         """
-        here = self._here()
-        if here.num_workers == 0 and self._place.is_read_by_workers(_owner()):
+        reader = self._reader()
+        if reader.num_workers == 0 and self._place.is_read_by_workers(_owner()):
             raise UserError(
                 "workers read this dataset, and this process does not know how much of that was trained on",
                 hint='save batch["cursor"] of the last batch, or what KeptCursor(dataset) or a StatefulDataLoader has',
             )
-        return self._loader.state_at(self._num_samples) | {KEY: here.to_json()}
+        return self._loader.state_at(self._num_samples) | {KEY: reader.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin at the cursor of `state_dict`, of a batch, or of a whole StatefulDataLoader, under any geometry.
@@ -183,43 +209,45 @@ class StreamDataset(_MicroBatches, IterableDataset[Batch]):
 
     def _goes_on_alone(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state is that of one worker of several: the record marks one without a geometry."""
-        made = Geometry.of(state)
-        return made.is_shared if made else "stream" in state and self._here().is_shared
+        saved = Geometry.of(state)
+        return saved.is_shared if saved else "stream" in state and self._reader().is_shared
 
     def _check_share(self, state: Mapping[str, Any], *, is_whole: bool) -> None:
         """Raise UserError if a state of one worker of several does not fit to what reads here."""
-        made, here = Geometry.of(state), self._here()
-        is_of_workers = made is not None and made.num_workers > 0 and made.num_workers != here.num_workers > 0
+        saved, reader = Geometry.of(state), self._reader()
+        is_of_workers = saved is not None and saved.num_workers > 0 and saved.num_workers != reader.num_workers > 0
         if is_whole or not (self._goes_on_alone(state) or is_of_workers):
             return
-        if made is not None and made != here:
-            raise UserError(f"this state was made with {made}; a worker of {here} cannot go on from it", hint=WAY_OUT)
-        if made is None:
-            self._check_older(int(state["num_samples"]), here)
-
-    def _check_older(self, num_samples: int, here: Geometry) -> None:
-        """Warn that a worker's state of an older version names no geometry; UserError if it was not the one here."""
-        if (num_samples - self._start.num_samples) % (here.num_workers * here.global_batch_size):
+        if saved is None:
+            self._check_older(int(state["num_samples"]), reader)
+        elif saved != reader:
             raise UserError(
-                f"this state of an older version, of sample {num_samples}, was not made with {here}", hint=WAY_OUT
+                f"this state was made with {saved}; a worker of {reader} cannot go on from it", hint=WAY_OUT
+            )
+
+    def _check_older(self, num_samples: int, reader: Geometry) -> None:
+        """Warn that a worker's state of an older version names no geometry; UserError if it was not the reader's."""
+        if (num_samples - self._start.num_samples) % (reader.num_workers * reader.global_batch_size):
+            raise UserError(
+                f"this state of an older version, of sample {num_samples}, was not made with {reader}", hint=WAY_OUT
             )
         warnings.warn(
-            f"this state of an older version is exact only if it was made with {here}; otherwise {WAY_OUT}",
+            f"this state of an older version is exact only if it was made with {reader}; otherwise {WAY_OUT}",
             stacklevel=3,
         )
 
-    def _here(self) -> Geometry:
+    def _reader(self) -> Geometry:
         """Return the geometry under which this process reads."""
         info, own = get_worker_info(), self._geometry
         if info is None:
             return own
         return Geometry(own.micro_batch_size, own.dp_size, info.num_workers, info.id)
 
-    def _share(self, start: int, here: Geometry) -> Iterator[Batch]:
-        num_sharers = max(here.num_workers, 1)
+    def _share(self, start: int, reader: Geometry) -> Iterator[Batch]:
+        num_sharers = max(reader.num_workers, 1)
         round_samples = num_sharers * self.global_batch_size
         for number in count():
-            first = start + number * round_samples + here.worker * self.global_batch_size
+            first = start + number * round_samples + reader.worker * self.global_batch_size
             self._loader.read_ahead(first, num_sharers)
             batch = self._micro_batch(first)
             self._num_samples = start + (number + 1) * round_samples

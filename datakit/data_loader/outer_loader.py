@@ -38,7 +38,7 @@ def check_loader(dataset: Any, dp_size: int) -> None:
         if is_torchs and isinstance(loader, DataLoader) and loader.dataset is dataset:
             _check_items(loader)
             has_state = hasattr(loader, "load_state_dict")
-        if has_state and _fetches_ahead(outer) and _is_first_worker():
+        if has_state and _fetches_ahead(outer) and getattr(get_worker_info(), "id", 0) == 0:  # warned of once
             warnings.warn(STATE_AHEAD, stacklevel=2)
             has_state = False
         num_sharers = _num_sharers(outer, dataset)
@@ -73,11 +73,6 @@ def _check_items(loader: Any) -> None:
 def _fetches_ahead(outer: Any) -> bool:
     """Return whether an object is what Lightning has the next batch by before the last one is trained on."""
     return type(outer).__name__ == "_PrefetchDataFetcher" and outer.prefetch_batches > 0 and outer.length is None
-
-
-def _is_first_worker() -> bool:
-    here = get_worker_info()
-    return here is None or here.id == 0
 
 
 def _num_sharers(outer: Any, dataset: Any) -> int:

@@ -44,8 +44,7 @@ class SharedPlace:
 
     def cursor(self, owner: int) -> dict[str, Any] | None:
         """Return the cursor at which an iteration begins; None if `begin_at` was not called."""
-        found: dict[str, Any] | None = json.loads(self._cursor.value) if self._owners[CURSOR_OWNER] == owner else None
-        return found
+        return dict(json.loads(self._cursor.value)) if self._owners[CURSOR_OWNER] == owner else None
 
     def note_reader(self, owner: int, *, is_worker: bool) -> None:
         """Note who reads from now on: the owner, or workers."""

@@ -3,9 +3,14 @@
 The hashes are shuffled into buckets that fit into memory, each bucket's repeats are found, and these are shuffled back
 into the order of the input: O(documents) of sequential reading and writing, 200 to 500 MiB of memory for any number of
 documents and of repeats. What comes out is one file, which holds for each item the ordinals of its duplicates.
+
+Workers make the hashes first, an item at a time: the XXH3-128 of the UTF-8 text of each document that the rules keep.
+They are in a file of the item's own below `.work/hashes`, with a record that is written last: only that makes the item
+done, so a kill costs at most one item's reading. Memory is 64 KiB and one document.
 """
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -20,10 +25,13 @@ from datakit.files.durable import durable_file, writing
 from datakit.format.manifest import WORK_FOLDER
 from datakit.format.output import Output
 from datakit.format.shard import Int64s
-from datakit.text.documents import Documents
-from threefold.errors import UserError
+from datakit.store.item_records import RECORDS_FOLDER, Progress, fields_of_record
+from datakit.text.documents import DocumentReader, DocumentRules, Documents
+from datakit.text.inputs import WorkItem
+from threefold.errors import CheckFailed, UserError
 
 HASH_BYTES = 16
+FOLDER = f"{WORK_FOLDER}/hashes"
 _NAME = "duplicates"
 _KEY = f"{WORK_FOLDER}/{_NAME}"
 _HEADER = Struct("<8sQQ")  # magic, identity of the hashes, number of items
@@ -64,18 +72,18 @@ class ItemHashes:
 
 def find_repeats(hashes: UInt64s) -> npt.NDArray[np.bool_]:
     """Return which rows (of two numbers) equal a row before them."""
-    found = np.zeros(len(hashes), bool)
+    is_repeat = np.zeros(len(hashes), bool)
     first = np.ascontiguousarray(hashes[:, 0])
     order = np.argsort(first)
     tied = np.flatnonzero(first[order[1:]] == first[order[:-1]])
-    suspects = found.copy()  # few, unless much repeats: only they are sorted by the whole row, and stably
+    suspects = is_repeat.copy()  # few, unless much repeats: only they are sorted by the whole row, and stably
     suspects[order[tied]] = suspects[order[tied + 1]] = True
     at = np.flatnonzero(suspects)
     rows = hashes[at]
     order = np.lexsort((rows[:, 1], rows[:, 0]))
     repeats = (rows[order[1:]] == rows[order[:-1]]).all(axis=1)
-    found[at[order[1:][repeats]]] = True
-    return found
+    is_repeat[at[order[1:][repeats]]] = True
+    return is_repeat
 
 
 def write_duplicates(output: Output, items: Sequence[ItemHashes], sizes: Sizes = Sizes()) -> int:
@@ -109,9 +117,8 @@ def write_duplicates(output: Output, items: Sequence[ItemHashes], sizes: Sizes =
 
 def are_duplicates_of(output: Output, items: Sequence[ItemHashes]) -> bool:
     """Return whether a file of duplicates is there, and of these hashes."""
-    is_there = (output.size_of(_KEY) or 0) >= _HEADER.size
-    wanted = _HEADER.pack(_MAGIC, _identity(items), len(items))
-    return is_there and output.read_range(_KEY, 0, _HEADER.size) == wanted
+    header = _HEADER.pack(_MAGIC, _identity(items), len(items))
+    return (output.size_of(_KEY) or 0) >= len(header) and output.read_range(_KEY, 0, len(header)) == header
 
 
 class Duplicates:
@@ -126,9 +133,9 @@ class Duplicates:
     def of_item(self, number: int) -> "ItemDuplicates":
         """Return the duplicates of one item, to be left out once."""
         at = _HEADER.size + number * _ITEM.itemsize
-        [item] = np.frombuffer(self._output.read_range(_KEY, at, at + _ITEM.itemsize), _ITEM)
-        begin, end = int(item["begin"]), int(item["begin"]) + int(item["num_duplicates"])
-        return ItemDuplicates(self._ordinals(begin, end), int(item["num_documents"]))
+        [row] = np.frombuffer(self._output.read_range(_KEY, at, at + _ITEM.itemsize), _ITEM).tolist()
+        begin, num_duplicates, num_documents = row
+        return ItemDuplicates(self._ordinals(begin, begin + num_duplicates), num_documents)
 
     def _ordinals(self, begin: int, end: int) -> Iterator[int]:
         for first in range(begin, end, self._read_ordinals):
@@ -173,7 +180,9 @@ def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s, sizes: S
             at = start
             for hashes in item.blocks():
                 numbers = np.arange(at, at + len(hashes), dtype=np.uint64)
-                shuffle.add(_buckets(hashes[:, 0], num_buckets), np.column_stack([hashes, numbers]))
+                # the high 32 bits of a hash, as a fraction, of the buckets
+                buckets = ((hashes[:, 0] >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)
+                shuffle.add(buckets, np.column_stack([hashes, numbers]))
                 at += len(hashes)
         shuffle.finish()
         for bucket in range(num_buckets):
@@ -185,10 +194,87 @@ def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s, sizes: S
                 firsts = known[~is_repeat]
 
 
-def _buckets(hashes: UInt64s, num_buckets: int) -> UInt64s:
-    """Return the bucket of each hash: its high 32 bits, as a fraction, of the buckets."""
-    return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)
-
-
 def _identity(items: Sequence[ItemHashes]) -> int:
     return xxhash.xxh3_64_intdigest(orjson.dumps([[item.num_documents, item.xxh3_64] for item in items]))
+
+
+class ItemHasher:
+    """Hashes the documents of work items, in place of tokenizing them."""
+
+    def __init__(self, output: Output, rules: DocumentRules, *, block_bytes: int = 64 << 10) -> None:
+        self._output, self._rules, self._block_bytes = output, rules, block_bytes
+        self._scratch = output.scratch / secrets.token_hex(8)
+
+    def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
+        """Make the item's file of hashes and its record, or nothing."""
+        file_name, record_key = _names(item)
+        temporary, checksum, num_bytes = self._scratch / file_name, xxhash.xxh3_64(), 0
+        with writing(temporary):
+            self._scratch.mkdir(parents=True, exist_ok=True)
+        with durable_file(temporary) as file:
+            for block in self._blocks(item, report):
+                file.write(block)
+                checksum.update(block)
+                num_bytes += len(block)
+        self._output.adopt(FOLDER, [temporary])
+        content = {"item": item, "num_documents": num_bytes // HASH_BYTES, "xxh3_64": checksum.hexdigest()}
+        self._output.write(record_key, orjson.dumps(content))
+
+    def _blocks(self, item: WorkItem, report: Callable[[Progress], None]) -> Iterator[bytearray]:
+        """Yield the hashes of an item's documents, some at a time."""
+        block, input_bytes = bytearray(), 0
+        for number, part in enumerate(item.slices):
+            report(Progress(input_bytes, 0, slice=number))
+            for document in DocumentReader(part, self._rules):
+                block += xxhash.xxh3_128_digest(document.text.encode())
+                input_bytes += document.input_bytes
+                if len(block) == self._block_bytes:
+                    yield block
+                    block = bytearray()
+                    report(Progress(input_bytes, 0, slice=number))
+        yield block
+        report(Progress(input_bytes, 0))
+
+
+def read_hashes(output: Output, items: Sequence[WorkItem]) -> list[ItemHashes | None]:
+    """Return the hashes of items, None if an item's are not there, or of other input."""
+    sizes = output.sizes(FOLDER)
+    contents = output.read_many((record for _, record in map(_names, items)), sizes)
+    return [_parse(content, output, item, sizes) for content, item in zip(contents, items, strict=True)]
+
+
+def find_duplicates(
+    output: Output,
+    items: Sequence[WorkItem],
+    hash_items: Callable[[list[WorkItem]], None],
+    report: Callable[[str], None],
+) -> None:
+    """Note for all items of a run which of their documents are duplicates; `hash_items` makes items' hashes.
+
+    Where an earlier run noted others, of input that has changed since, what it sealed is sealed no more.
+    """
+    if missing := [item for item, hashes in zip(items, read_hashes(output, items)) if hashes is None]:
+        hash_items(missing)
+    hashes = [of_item for of_item in read_hashes(output, items) if of_item]
+    if len(hashes) < len(items):
+        raise output.vanished(len(items) - len(hashes), len(items))
+    if not are_duplicates_of(output, hashes):
+        output.remove_folder(RECORDS_FOLDER)
+        num_documents = sum(item.num_documents for item in hashes)
+        report(f"{write_duplicates(output, hashes):,} of {num_documents:,} documents have the text of an earlier one")
+
+
+def _parse(content: bytes | None, output: Output, item: WorkItem, sizes: dict[str, int]) -> ItemHashes | None:
+    key, record = f"{FOLDER}/{_names(item)[0]}", fields_of_record(content, item)
+    if record is None:
+        return None
+    try:
+        hashes = ItemHashes(output, key, record.number("num_documents"), record.text("xxh3_64"))
+    except CheckFailed:  # damaged: the item is hashed again
+        return None
+    return hashes if sizes.get(key) == HASH_BYTES * hashes.num_documents else None
+
+
+def _names(item: WorkItem) -> tuple[str, str]:
+    """Return the name of an item's file of hashes, and the key of its record."""
+    return f"{item.number:06}.xxh3", f"{FOLDER}/{item.number:06}.json"

@@ -141,10 +141,10 @@ def temporary_folder() -> Path:
     try:
         return Path(tempfile.gettempdir())
     except OSError as error:
-        wanted = os.environ.get("TMPDIR") or "/tmp"
+        folder = os.environ.get("TMPDIR") or "/tmp"
         raise StorageError(
-            f"no temporary folder takes a file, {wanted} neither: perhaps its disk is full",
-            hint=f"df -h {quoted(wanted)}; make room, or export TMPDIR=FOLDER of another disk",
+            f"no temporary folder takes a file, {folder} neither: perhaps its disk is full",
+            hint=f"df -h {quoted(folder)}; make room, or export TMPDIR=FOLDER of another disk",
         ) from error
 
 

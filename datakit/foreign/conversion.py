@@ -9,9 +9,10 @@ from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices
 from datakit.foreign.megatron import from_megatron
 from datakit.format.manifest import FILE_NAME
 from datakit.store.token_store import TokenStore
-from threefold.errors import UserError, listing, quoted
+from threefold.errors import UserError, listed, listing, quoted
 
 _READERS = {"datatrove": datatrove.from_datatrove, "mds": mosaic.from_mds, "litdata": litdata.from_litdata}
+_WITH_COLUMNS = ("mds", "litdata")
 
 
 def convert_to_store(
@@ -23,20 +24,21 @@ def convert_to_store(
     copy: bool = False,
 ) -> TokenStore:
     """Make a store of datasets of one format, `source_format` or what they are; UserError if they are of several."""
-    found = source_format or _common_format(sources)
+    kind = source_format or _common_format(sources)
     if choices.dtype is not None and choices.dtype not in TOKEN_DTYPES:
-        text = f"{choices.dtype!r} is not a dtype of tokens: {', '.join(TOKEN_DTYPES)}"
-        raise UserError(text, hint="choose one of these for raw bytes, else leave --dtype out")
-    column_of = ("mds", "litdata")
-    if choices.column is not None and found not in column_of:
-        raise UserError(f"--column is for {' and '.join(column_of)}; the sources are {found}", hint="leave it out")
-    if found == "megatron":
+        raise UserError(
+            f"{choices.dtype!r} is not a dtype of tokens: {', '.join(TOKEN_DTYPES)}",
+            hint="choose one of these for raw bytes, else leave --dtype out",
+        )
+    if choices.column is not None and kind not in _WITH_COLUMNS:
+        raise UserError(f"--column is for {' and '.join(_WITH_COLUMNS)}; the sources are {kind}", hint="leave it out")
+    if kind == "megatron":
         if choices.dtype is not None or choices.documents != "auto":
             raise UserError("Megatron's indices say dtype and documents", hint="leave out --dtype and --documents")
         return from_megatron(sources, output, choices, copy=copy)
     if copy:
-        raise UserError(f"--copy is for megatron; tokens of {found} are written again", hint="leave it out")
-    return _READERS[found](sources, output, choices)
+        raise UserError(f"--copy is for megatron; tokens of {kind} are written again", hint="leave it out")
+    return _READERS[kind](sources, output, choices)
 
 
 def detect(source: str | os.PathLike[str]) -> str:
@@ -64,8 +66,10 @@ def detect(source: str | os.PathLike[str]) -> str:
 
 
 def _common_format(sources: Sequence[str | os.PathLike[str]]) -> str:
-    found = {os.fspath(source): detect(source) for source in sources}
-    if len(set(found.values())) == 1:
-        return next(iter(found.values()))
-    lines = [f"  {source}: {kind}" for source, kind in found.items()]
-    raise UserError("\n".join(["the sources are of several formats:", *lines]), hint="convert each, then datakit merge")
+    kinds = {os.fspath(source): detect(source) for source in sources}
+    if len(set(kinds.values())) == 1:
+        return next(iter(kinds.values()))
+    lines = [f"{source}: {kind}" for source, kind in kinds.items()]
+    raise UserError(
+        f"the sources are of several formats:{listed(lines, most=len(lines))}", hint="convert each, then datakit merge"
+    )

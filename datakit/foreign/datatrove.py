@@ -38,9 +38,11 @@ def from_datatrove(
     """
     folders = [ds_files(Path(source)) for source in sources]
     for absent in filter(None, map(absent_numbers, folders)):
-        text = f"{absent}: lost, or of tasks that had no document"
-        raise UserError(text, hint="fetch what is lost; if nothing is, name the files that are there, *.ds")
-    files = [_DsFile.open(path, choices.dtype, choices.pieces) for found in folders for path in found]
+        raise UserError(
+            f"{absent}: lost, or of tasks that had no document",
+            hint="fetch what is lost; if nothing is, name the files that are there, *.ds",
+        )
+    files = [_DsFile.open(path, choices.dtype, choices.pieces) for folder in folders for path in folder]
     inputs = [path for file in files for path in (file.path, file.index) if path is not None]
     return store_of_files("datatrove", files, inputs, output, choices)
 
@@ -49,10 +51,10 @@ def ds_files(source: Path) -> list[Path]:
     """Return the `.ds` files that a file or folder names; UserError if there are none."""
     if source.suffix == SUFFIX and source.is_file():
         return [source]
-    found = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
-    if not found:
+    files = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
+    if not files:
         raise UserError(f"{source} is not a .ds file, nor a folder with any", hint=listing(source))
-    return found
+    return files
 
 
 def absent_numbers(files: Sequence[Path]) -> str:
@@ -86,21 +88,21 @@ class _DsFile:
         _refuse_masks(path.with_name(f"{path.name}.loss"))
         file = cls(path, index if index.exists() else None, "", 0, pieces)
         metadata = path.with_name(f"{path.name}.metadata")
-        found = _metadata_dtype(metadata) or file._dtype_of_index(size_bytes)
-        if dtype is not None and (dtype not in _SIZES or dtype != (found or dtype)):
-            raise UserError(f"{path} has {found or 'uint16 or uint32'} tokens, not {dtype}", hint="leave out --dtype")
-        found = found or dtype
-        if found is None:
+        known = _metadata_dtype(metadata) or file._dtype_of_index(size_bytes)
+        if dtype is not None and (dtype not in _SIZES or dtype != (known or dtype)):
+            raise UserError(f"{path} has {known or 'uint16 or uint32'} tokens, not {dtype}", hint="leave out --dtype")
+        known = known or dtype
+        if known is None:
             raise UserError(
                 f"{path} has neither metadata nor an index that say the size of its tokens",
                 hint="--dtype uint16, or uint32 where the vocabulary has more than 65,536 tokens",
             )
-        if size_bytes % _SIZES[found]:
-            raise damaged(f"{path} has {size_bytes} bytes, no whole number of {found} tokens")
-        num_tokens = _metadata_tokens(metadata)
-        if num_tokens not in (None, size_bytes // _SIZES[found]):
-            raise damaged(f"{path} has {size_bytes // _SIZES[found]} tokens, its metadata says {num_tokens}")
-        return replace(file, dtype=found, num_tokens=size_bytes // _SIZES[found])
+        num_tokens, rest = divmod(size_bytes, _SIZES[known])
+        if rest:
+            raise damaged(f"{path} has {size_bytes} bytes, no whole number of {known} tokens")
+        if (said := _metadata_tokens(metadata)) not in (None, num_tokens):
+            raise damaged(f"{path} has {num_tokens} tokens, its metadata says {said}")
+        return replace(file, dtype=known, num_tokens=num_tokens)
 
     @property
     def stream(self) -> str:

@@ -115,12 +115,11 @@ def make_store(
             "xxh3_64": xxhash.xxh3_64_hexdigest(orjson.dumps(sizes)),
         },
     }
-    found = place.manifest()
-    if found and (found.tokenizer, found.settings) == (identity, settings):
+    complete = place.manifest()
+    if complete and (complete.tokenizer, complete.settings) == (identity, settings):
         place.settle()
-        return open_made(place.place, found)
-    times = [stat.st_mtime_ns for stat in stats]
-    made_of = {"settings": settings, "changed_ns": times, "tokenizer": asdict(identity)}
+        return open_made(place.place, complete)
+    made_of = {"settings": settings, "changed_ns": [stat.st_mtime_ns for stat in stats], "tokenizer": asdict(identity)}
     with claim(place, made_of):
         dtype, entries = fill(place, identity)
         copy = tokenizer_copy(choices.tokenizer, identity.fingerprint)
@@ -141,14 +140,14 @@ def store_of_files(
     settings |= {name: value for name in ("column", "dtype") if (value := getattr(choices, name)) is not None}
 
     def fill(output: Output, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
-        groups = _streams(files) if joins else _groups(files, choices.pieces.group_bytes)
+        streams = (list(stream) for _, stream in groupby(files, key=lambda file: file.stream))
+        groups = streams if joins else _groups(files, choices.pieces.group_bytes)
         eod_id = identity.eod_id if joins else None
-        entries = [
+        return store_dtype(identity.vocab_size), [
             entry
             for number, group in enumerate(groups)
             for entry in _sealed(output, number, group, identity.vocab_size, eod_id, choices.pieces)
         ]
-        return store_dtype(identity.vocab_size), entries
 
     return make_store(kind, inputs, output, choices, fill, settings=settings)
 
@@ -214,11 +213,6 @@ def _probed(files: Sequence[ForeignFile]) -> Iterator[Tokens]:
     return (tokens for tokens, _ in islice(samples, _PROBED_SAMPLES))
 
 
-def _streams(files: Sequence[ForeignFile]) -> Iterator[list[ForeignFile]]:
-    for _, group in groupby(files, key=lambda file: file.stream):
-        yield list(group)
-
-
 def _groups(files: Sequence[ForeignFile], group_bytes: int) -> Iterator[list[ForeignFile]]:
     """Files in their order, together about `group_bytes`; the cut depends on their sizes alone."""
     group: list[ForeignFile] = []
@@ -246,16 +240,13 @@ def _sealed(
     max_bytes = pieces.max_document_bytes
     documents = _joined(group, eod_id, max_bytes) if eod_id is not None else _single(group, max_bytes)
     dtype = store_dtype(vocab_size)
-    shards = ShardSequence(output.scratch, dtype, f"shard-{number:06}-{{:03}}".format, pieces.max_shard_documents)
-    try:
+    name = f"shard-{number:06}-{{:03}}".format
+    with ShardSequence(output.scratch, dtype, name, pieces.max_shard_documents) as shards:
         for document in documents:
             check_tokens(document.path, document.number, document.tokens, vocab_size)
             tokens = document.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
             shards.current().add(tokens, str(document.path), document.offset_bytes, document.number)
         entries = shards.finish()
-    except BaseException:
-        shards.abandon()
-        raise
     output.adopt("", [output.scratch / name for entry in entries for name in entry.files()])
     output.write(note, orjson.dumps({"shards": [asdict(entry) for entry in entries]}))
     return entries

@@ -11,7 +11,6 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ import numpy as np
 import orjson
 
 from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
-from datakit.foreign.foreign_index import ForeignIndex, index_of
+from datakit.foreign.foreign_index import ForeignIndex, choose_column, index_of, read_column, require_dtype, tokens_in
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
-from datakit.foreign.token_column import choose_column, read_column, require_dtype
 from datakit.format.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError, quoted
+from threefold.errors import UserError, quoted
 
 _TENSOR_DTYPES = {11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64",
                   18: "int64", 20: "uint16"}  # fmt: skip
@@ -205,12 +203,12 @@ class _Chunk:
 
     def _tokens(self, reader: ExactReader, number: int, size_bytes: int, base: int) -> tuple[Tokens, int]:
         sizes: list[int | None] = [None] * self.layout.num_leaves or [size_bytes]
-        named = f"{self.path}: item {number}", "leaves"
-        at, data = read_column(reader, size_bytes, sizes, self.layout.leaf.number, *named)
-        tokens = self._decode(number, data)
+        sample = f"{self.path}: item {number}"
+        at, data = read_column(reader, size_bytes, sizes, self.layout.leaf.number, sample, "leaves")
+        tokens = self._decode(sample, data)
         return tokens, base + at + len(data) - tokens.nbytes
 
-    def _decode(self, number: int, data: bytes) -> Tokens:
+    def _decode(self, sample: str, data: bytes) -> Tokens:
         head, dtype, shape = 0, self.layout.leaf.dtype, None
         if self.layout.leaf.form in _HEADED:
             order, dtypes = _HEADED[self.layout.leaf.form]
@@ -220,14 +218,5 @@ class _Chunk:
                 shape = tuple(np.frombuffer(data, f"{order}u4", num_dims, 8).tolist())
                 dtype = dtypes[code]
             except (KeyError, ValueError, struct.error):
-                raise self._damaged(number, "has no array of integers where its tokens should be") from None
-        found = np.dtype(dtype).newbyteorder("<")
-        count = (len(data) - head) // found.itemsize
-        if head + count * found.itemsize != len(data) or (shape is not None and prod(shape) != count):
-            raise self._damaged(number, f"has {len(data) - head} bytes of {dtype}" + f" of shape {shape}" * bool(shape))
-        if shape is not None and count and max(shape, default=1) != count:
-            raise UserError(f"{self.path}: item {number} has tokens of shape {shape}, one is wanted", hint=_HOW)
-        return np.frombuffer(data, found, count, head)
-
-    def _damaged(self, number: int, what: str) -> CheckFailed:
-        return damaged(f"{self.path}: item {number} {what}")
+                raise damaged(f"{sample} has no array of integers where its tokens should be") from None
+        return tokens_in(data, head, str(dtype), shape, sample, _HOW)

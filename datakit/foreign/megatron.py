@@ -23,7 +23,7 @@ from datakit.format.shard_entry import ShardEntry
 from datakit.store.claim import claim
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import CheckFailed, UserError, listing, quoted
+from threefold.errors import CheckFailed, UserError, listed, listing, quoted
 
 
 def from_megatron(
@@ -153,9 +153,11 @@ def _common_dtype(datasets: Sequence[_Dataset]) -> str:
     dtypes = [dataset.shard.dtype.name for dataset in datasets]
     if len(set(dtypes)) == 1:
         return dtypes[0]
-    lines = ["the datasets' tokens must all be uint16 or all be int32:"]
-    lines += [f"  {dataset.prefix}: {dtype}" for dataset, dtype in zip(datasets, dtypes)]
-    raise UserError("\n".join(lines), hint=f"convert those of one dtype at a time, or make them again: {AGAIN_HINT}")
+    lines = [f"{dataset.prefix}: {dtype}" for dataset, dtype in zip(datasets, dtypes)]
+    raise UserError(
+        f"the datasets' tokens must all be uint16 or all be int32:{listed(lines, most=len(lines))}",
+        hint=f"convert those of one dtype at a time, or make them again: {AGAIN_HINT}",
+    )
 
 
 def _add(output: Output, number: int, dataset: _Dataset, identity: TokenizerIdentity, copy: bool) -> ShardEntry:

@@ -8,18 +8,16 @@ while it is read, front to back. Memory is one sample and 4 bytes for each of a 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from datakit.foreign.exact_reader import COMPRESSIONS, ExactReader, damaged, open_exactly
-from datakit.foreign.foreign_index import ForeignIndex, index_of
+from datakit.foreign.foreign_index import ForeignIndex, choose_column, index_of, read_column, require_dtype, tokens_in
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
-from datakit.foreign.token_column import choose_column, read_column, require_dtype
 from datakit.format.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError, quoted
+from threefold.errors import UserError, quoted
 
 _ANEW = "write the tokens as a column ndarray:int32 with streaming's MDSWriter, or begin with text: datakit preprocess"
 _DTYPES = {
@@ -73,9 +71,9 @@ class _MdsFile:
     @classmethod
     def open(cls, shard: ForeignIndex, stream: str, choices: Choices) -> "_MdsFile":
         if shard.number("version") != 2 or shard.text("format") != "mds":
-            found = f"version {shard.raw['version']}, format {shard.raw['format']!r}"
+            kind = f"version {shard.raw['version']}, format {shard.raw['format']!r}"
             raise UserError(
-                f"{shard.path}: {shard.place.rstrip('.')} is of {found}; version 2, 'mds' is read", hint=_ANEW
+                f"{shard.path}: {shard.place.rstrip('.')} is of {kind}; version 2, 'mds' is read", hint=_ANEW
             )
         names, encodings = shard.texts("column_names"), shard.texts("column_encodings")
         sizes = shard.values("column_sizes")
@@ -111,8 +109,8 @@ class _MdsFile:
             raise UserError(
                 f"{shard.path} names {file.path.name}, which is missing", hint=f"ls -l {quoted(file.path.parent)}"
             )
-        if not kind and file.path.stat().st_size != file.size_bytes:
-            size_bytes = file.path.stat().st_size
+        size_bytes = file.path.stat().st_size
+        if not kind and size_bytes != file.size_bytes:
             raise damaged(f"{file.path} has {size_bytes} bytes, its index says {file.size_bytes}")
         return file
 
@@ -137,12 +135,12 @@ class _MdsFile:
         return offsets
 
     def _tokens(self, reader: ExactReader, number: int, size_bytes: int) -> tuple[Tokens, int]:
-        named = f"{self.path}: sample {number}", "columns"
-        at, data = read_column(reader, size_bytes, self.fixed_sizes, self.column.number, *named)
-        tokens = self._decode(number, data)
+        sample = f"{self.path}: sample {number}"
+        at, data = read_column(reader, size_bytes, self.fixed_sizes, self.column.number, sample, "columns")
+        tokens = self._decode(sample, data)
         return tokens, at + len(data) - tokens.nbytes
 
-    def _decode(self, number: int, data: bytes) -> Tokens:
+    def _decode(self, sample: str, data: bytes) -> Tokens:
         """Return the array in a column's bytes: its dtype and shape first where they are not fixed, then its values."""
         head, column = 0, self.column
         dtype, shape = column.dtype, column.shape
@@ -154,17 +152,8 @@ class _MdsFile:
                 values = np.frombuffer(data, f"<u{width}", num_dims, head + 1)
                 shape, head = tuple(values.tolist()), head + 1 + num_dims * width
         except (KeyError, IndexError, ValueError):
-            raise self._damaged(number, f"has no array of integers in column {column.name!r}") from None
-        found = np.dtype(dtype).newbyteorder("<")
-        count = (len(data) - head) // found.itemsize
-        if head + count * found.itemsize != len(data) or (shape is not None and prod(shape) != count):
-            raise self._damaged(number, f"has {len(data) - head} bytes of {dtype} of shape {shape} in {column.name!r}")
-        if shape is not None and max(shape, default=1) != count:
-            raise UserError(f"{self.path}: sample {number} has tokens of shape {shape}, one is wanted", hint=_ANEW)
-        return np.frombuffer(data, found, count, head)
-
-    def _damaged(self, number: int, what: str) -> CheckFailed:
-        return damaged(f"{self.path}: sample {number} {what}")
+            raise damaged(f"{sample} has no array of integers in column {column.name!r}") from None
+        return tokens_in(data, head, str(dtype), shape, sample, _ANEW, f" in {column.name!r}")
 
 
 def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], choices: Choices) -> _TokenColumn:

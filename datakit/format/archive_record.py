@@ -5,13 +5,10 @@ reading; a fault is a CheckFailed that names file and field.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import orjson
 
 from datakit.files.durable import FileDigest
 from datakit.format.fields import Fields
-from datakit.format.manifest import ARCHIVE_NAME, WORK_FOLDER, content_checksum, digest_in
+from datakit.format.manifest import ARCHIVE_NAME, WORK_FOLDER, digest_in, encoded_record, require_record
 from datakit.format.seekable_zstd import DAMAGE_HINT, MAX_FRAME_BYTES
 
 PLAN_KEY = f"{WORK_FOLDER}/{ARCHIVE_NAME}"  # there while an archive is unfinished
@@ -41,28 +38,14 @@ class ArchiveRecord:
 
     def encode(self) -> bytes:
         """Return the content of `archive.json`."""
-        content: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "level": self.level,
-            "frame_bytes": self.frame_bytes,
-            "manifest": asdict(self.manifest),
-            "files": [{"name": name, **asdict(digest)} for name, digest in self.files.items()],
-        }
-        content["checksum"] = content_checksum(content)
-        return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+        files = [{"name": name, **asdict(digest)} for name, digest in self.files.items()]
+        return encoded_record(FORMAT, VERSION, asdict(self) | {"files": files})
 
     @classmethod
     def parse(cls, place: str, data: bytes) -> "ArchiveRecord":
         """Check the content of the `archive.json` at `place`."""
         fields = _RecordFields.parse(place, data)
-        raw = fields.raw
-        if fields.text("format") != FORMAT:
-            raise fields.fault(f"no archive's record: format {raw['format'][:80]!r}")
-        if fields.number("version") != VERSION:
-            raise fields.fault(f"it has version {raw['version']}, this program reads version {VERSION}")
-        if fields.text("checksum") != content_checksum(raw):
-            raise fields.fault("it is damaged: its checksum does not hold")
+        require_record(fields, FORMAT, VERSION, "an archive's record")
         frame_bytes = fields.number("frame_bytes")
         if not 0 < frame_bytes <= MAX_FRAME_BYTES:
             raise fields.fault(f"frames of {frame_bytes} bytes, at most {MAX_FRAME_BYTES} expected")

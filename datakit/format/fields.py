@@ -2,12 +2,14 @@
 
 import reprlib
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import orjson
 
 from datakit.format.shard import RESTORE_HINT
 from threefold.errors import CheckFailed
+
+Value = TypeVar("Value")
 
 
 class Fields:
@@ -31,31 +33,25 @@ class Fields:
 
     def text(self, name: str) -> str:
         """Return a string."""
-        value = self.raw.get(name)
-        if not isinstance(value, str):
-            raise self._unexpected(name, "a string")
-        return value
+        return self._of(name, str, "a string")
 
     def number(self, name: str) -> int:
         """Return a whole number from 0 that fits into 63 bits."""
-        value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        number = self._of(name, int, "a number from 0")
+        if not 0 <= number < 2**63:
             raise self._unexpected(name, "a number from 0")
-        return value
+        return number
 
     def values(self, name: str) -> list[Any]:
         """Return a list of anything."""
-        value = self.raw.get(name)
-        if not isinstance(value, list):
-            raise self._unexpected(name, "a list")
-        return value
+        return self._of(name, list, "a list")
 
     def texts(self, name: str) -> list[str]:
         """Return a list of strings."""
-        found = self.values(name)
-        if not all(isinstance(value, str) for value in found):
+        values = self.values(name)
+        if not all(isinstance(value, str) for value in values):
             raise self.fault(f"{self.place}{name} is not a list of strings")
-        return found
+        return values
 
     def table(self, name: str) -> Self:
         """Return an object inside."""
@@ -73,6 +69,12 @@ class Fields:
     def fault(self, what: str) -> CheckFailed:
         """Return a fault of the file."""
         return CheckFailed(f"{self.path}: {what}", hint=self.hint)
+
+    def _of(self, name: str, kind: type[Value], expected: str) -> Value:
+        value = self.raw.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self._unexpected(name, expected)
+        return value
 
     def _unexpected(self, name: str, expected: str) -> CheckFailed:
         return self.fault(f"{self.place}{name} is {reprlib.repr(self.raw.get(name))}, {expected} expected")

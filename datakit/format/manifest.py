@@ -17,11 +17,13 @@ import xxhash
 
 from datakit.files.durable import FileDigest, reading, replace_durably, url_behind
 from datakit.format.fields import Fields
-from datakit.format.misplaced import not_a_store
 from datakit.format.shard import damaged
 from datakit.format.shard_entry import ScannedShards, ShardEntry
+from datakit.text.finding import checkpoint_in
+from datakit.text.formats import format_of
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import UserError, quoted
+from threefold.errors import UserError, listing, quoted
+from threefold.storage.mistyped import url_meant
 
 FILE_NAME = "manifest.json"
 ARCHIVE_NAME = "archive.json"  # what makes a folder an archive of a store
@@ -58,22 +60,21 @@ class Manifest:
     def shard_documents(self) -> list[int]:
         """Documents of each shard."""
         shards = self.shards
-        return shards.num_documents if isinstance(shards, ScannedShards) else [each.num_documents for each in shards]
+        return shards.num_documents if isinstance(shards, ScannedShards) else [shard.num_documents for shard in shards]
 
     @property
     def shard_tokens(self) -> list[int]:
         """Tokens of each shard."""
         shards = self.shards
-        return shards.num_tokens if isinstance(shards, ScannedShards) else [each.num_tokens for each in shards]
+        return shards.num_tokens if isinstance(shards, ScannedShards) else [shard.num_tokens for shard in shards]
 
     @property
     def fingerprint(self) -> str:
         """XXH3-128 over the dtype and each shard's token count and checksum: equal content, equal fingerprint."""
-        shards = self.shards
         content = (
-            shards.content_json
-            if isinstance(shards, ScannedShards)
-            else orjson.dumps([[shard.num_tokens, shard.bin.xxh3_64] for shard in shards])
+            self.shards.content_json
+            if isinstance(self.shards, ScannedShards)
+            else orjson.dumps([[shard.num_tokens, shard.bin.xxh3_64] for shard in self.shards])
         )
         return xxhash.xxh3_128_hexdigest(b'["%b",%b]' % (self.dtype.encode(), bytes(content)))
 
@@ -93,16 +94,8 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the content of the manifest's file."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "num_documents": self.num_documents,
-            "num_tokens": self.num_tokens,
-            "fingerprint": self.fingerprint,
-            **self.as_json(),
-        }
-        content["checksum"] = content_checksum(content)
-        return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+        counts = {"num_documents": self.num_documents, "num_tokens": self.num_tokens, "fingerprint": self.fingerprint}
+        return encoded_record(FORMAT, VERSION, counts | self.as_json())
 
     def write(self, folder: Path) -> None:
         """Put the manifest into a store's folder, atomically and durably."""
@@ -130,13 +123,7 @@ class Manifest:
         scanned = ScannedShards.scan(data)
         shards, rest = scanned or (None, data)
         fields = Fields.parse(path, rest)
-        raw = fields.raw
-        if fields.text("format") != FORMAT:
-            raise damaged(f"{path} is not a token store's manifest: format {reprlib.repr(raw['format'])}")
-        if fields.number("version") != VERSION:
-            raise damaged(f"{path} has version {raw['version']}, this program reads version {VERSION}")
-        if fields.text("checksum") != content_checksum(raw, shards):
-            raise damaged(f"{path} is damaged: its checksum does not hold")
+        require_record(fields, FORMAT, VERSION, "a token store's manifest", shards)
         dtype = fields.text("dtype")
         if dtype not in STORE_DTYPES:
             raise damaged(f"{path}: dtype {reprlib.repr(dtype)} is none of {', '.join(STORE_DTYPES)}")
@@ -149,10 +136,10 @@ class Manifest:
             _tokenizer_files(fields),
         )
         if shard := _first_unequal(manifest):
-            what = f"{shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}"
-            raise damaged(f"{path}: {what}")
-        found = fields.number("num_documents"), fields.number("num_tokens"), fields.text("fingerprint")
-        for name, value in zip(("num_documents", "num_tokens", "fingerprint"), found, strict=True):
+            raise damaged(f"{path}: {shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}")
+        readers = {"num_documents": fields.number, "num_tokens": fields.number, "fingerprint": fields.text}
+        for name, read in readers.items():
+            value = read(name)
             if value != getattr(manifest, name):
                 raise damaged(f"{path}: {name} is {reprlib.repr(value)}, its shards give {getattr(manifest, name)!r}")
         return manifest
@@ -164,6 +151,23 @@ def _first_unequal(manifest: Manifest) -> ShardEntry | None:
     if isinstance(shards, ScannedShards):
         return shards.first_unequal(itemsize)
     return next((shard for shard in shards if shard.bin.size_bytes != shard.num_tokens * itemsize), None)
+
+
+def encoded_record(format: str, version: int, content: dict[str, Any]) -> bytes:
+    """Return a record as the content of a file of its own, with its format, version and checksum."""
+    record = {"format": format, "version": version, **content}
+    record["checksum"] = content_checksum(record)
+    return orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n"
+
+
+def require_record(fields: Fields, format: str, version: int, noun: str, shards: ScannedShards | None = None) -> None:
+    """Raise CheckFailed if what was read is not a record of a format and version, or not of its checksum."""
+    if fields.text("format") != format:
+        raise fields.fault(f"it is not {noun}: format {reprlib.repr(fields.raw['format'])}")
+    if fields.number("version") != version:
+        raise fields.fault(f"it has version {fields.raw['version']}, this program reads version {version}")
+    if fields.text("checksum") != content_checksum(fields.raw, shards):
+        raise fields.fault("it is damaged: its checksum does not hold")
 
 
 def _tokenizer(fields: Fields) -> TokenizerIdentity:
@@ -191,10 +195,9 @@ def shard_entry(fields: Fields) -> ShardEntry:
     name = fields.text("name")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise damaged(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is not a shard's name")
-    digests = {kind: digest_in(fields.table(kind)) for kind in ("bin", "idx", "origin")}
-    return ShardEntry(
-        name, fields.number("num_documents"), fields.number("num_tokens"), fields.number("first_line"), **digests
-    )
+    num_documents, num_tokens, first_line = map(fields.number, ("num_documents", "num_tokens", "first_line"))
+    digests = (digest_in(fields.table(kind)) for kind in ("bin", "idx", "origin"))
+    return ShardEntry(name, num_documents, num_tokens, first_line, *digests)
 
 
 def digest_in(fields: Fields) -> FileDigest:
@@ -222,16 +225,32 @@ def content_checksum(content: dict[str, Any], shards: ScannedShards | None = Non
         return None
 
 
-def _not_a_store(folder: Path) -> UserError:
-    parts = [name for name in ("train", "valid") if (folder / name / FILE_NAME).is_file()]
+def _not_a_store(place: Path) -> UserError:
+    """Return the error for a local place without a manifest, which says what is there if that is known."""
+    parts = [name for name in ("train", "valid") if (place / name / FILE_NAME).is_file()]
     if parts:
-        return UserError(f"{folder} is split; name one of its stores", hint=quoted(folder / parts[0]))
-    if (folder / WORK_FOLDER).is_dir():
+        return UserError(f"{place} is split; name one of its stores", hint=quoted(place / parts[0]))
+    if (place / WORK_FOLDER).is_dir():
         return UserError(
-            f"{folder} is unfinished: the command that makes it did not come to an end",
+            f"{place} is unfinished: the command that makes it did not come to an end",
             hint="rerun the same `datakit` command to continue it",
         )
-    return not_a_store(folder, FILE_NAME)
+    what = f"{place} is not a token store"
+    if url := url_meant(str(place)):
+        return UserError(f"{what}: nothing has that name here, and a URL has a colon", hint=quoted(url))
+    if not os.path.lexists(place):
+        return UserError(f"{what}: nothing has that name", hint=listing(place))
+    if place.name == FILE_NAME:
+        return UserError(f"{what} but the manifest of one", hint=f"datakit inspect {quoted(place.parent)}")
+    if checkpoint := checkpoint_in(str(place)):
+        return UserError(f"{what} but {checkpoint}", hint=f"ckptkit inspect {quoted(place)}")
+    if text := _text_of(place):
+        return UserError(
+            f"{what} but {text}", hint=f"datakit preprocess {quoted(place)} --output STORE --tokenizer tok.json"
+        )
+    if place.is_file():
+        return UserError(f"{what} but a file, and a store is a folder", hint=listing(place))
+    return UserError(f"{what}: it has no {FILE_NAME}", hint=listing(place))
 
 
 def require_folder(path: Path) -> None:
@@ -246,3 +265,16 @@ def is_plain_folder(place: str) -> bool:
     return "://" not in place and not any(
         os.path.exists(f"{place}/{name}") for name in (ARCHIVE_NAME, f"{WORK_FOLDER}/{ARCHIVE_NAME}")
     )
+
+
+def _text_of(place: Path) -> str | None:
+    """Return in words which text a place is or holds, None if it is none."""
+    if place.is_file():
+        return "text" if _is_text(place.name) else None
+    name = next(filter(_is_text, sorted(os.listdir(place))), None)
+    return name and f"a folder of text, such as {name}"
+
+
+def _is_text(name: str) -> bool:
+    """Return whether a name is one of text, as that of a `.json` need not be."""
+    return format_of(name) is not None and not name.endswith(".json")

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from datakit.format.mapped import check_read
-from datakit.format.native import store_library
+from datakit.format.native import check_read, store_library
 from datakit.format.shard import damaged, map_file
 from threefold.masking import masked
 from threefold.storage import Buffer
@@ -103,8 +102,8 @@ class Origins:
     def first_damaged(self, first: int, tokens: Buffer, sizes: Sequence[int]) -> int | None:
         """Return the first document, of those from `first` on with these bytes, that is not as it was written."""
         part = slice(first, first + len(sizes))
-        found = _document_checks(tokens, sizes, self.offsets[part], self.source_numbers[part], self.lines[part])
-        wrong = np.flatnonzero(self.checks[part] != found)
+        columns = self.offsets[part], self.source_numbers[part], self.lines[part]
+        wrong = np.flatnonzero(self.checks[part] != _document_checks(tokens, sizes, *columns))
         return first + int(wrong[0]) if len(wrong) else None
 
 
@@ -115,14 +114,13 @@ class OriginsWriter:
         self._offsets, self._sources, self._lines, self._checks = array("Q"), array("I"), array("I"), array("I")
         self._paths: dict[str, int] = {}
 
-    def add(self, path: str, offset_bytes: int, line: int, tokens: bytes) -> None:
-        """Append one document; `line` counts from 0 within the work item."""
-        self.extend(path, [offset_bytes], [line], tokens, [len(tokens)])
-
     def extend(
         self, path: str, offsets: Sequence[int], lines: Sequence[int], tokens: bytes, sizes: Sequence[int]
     ) -> None:
-        """Append documents of one source: a column of each, the bytes of all their tokens, and how many each has."""
+        """Append documents of one source: a column of each, the bytes of all their tokens, and how many each has.
+
+        Lines count from 0 within the work item.
+        """
         source = self._paths.setdefault(masked(path), len(self._paths))
         self._offsets.extend(offsets)
         self._sources.extend([source] * len(offsets))

@@ -98,8 +98,8 @@ class Output:
         self._held = self._note()
         if self._held is None:
             raise self._taken()
-        held = self._held.made_of
-        if self.folder and held != made_of and held.keys() == made_of.keys() and not self.holds_any():
+        noted = self._held.made_of
+        if self.folder and noted != made_of and noted.keys() == made_of.keys() and not self.holds_any():
             self._put_note(made_of)
             self._held = Note(made_of, this_process())
         return self._held
@@ -119,8 +119,7 @@ class Output:
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file of the output."""
-        [content] = self.storage.read_ranges(key, [(start, stop)])
-        return bytes(content)
+        return bytes(self.storage.read_ranges(key, [(start, stop)])[0])
 
     def blocks(self, key: str) -> Iterator[bytes]:
         """Yield the bytes of a file of the output, some MiB at a time."""
@@ -285,8 +284,8 @@ class Output:
 
     def remove_shards(self, part: str, *, but: set[str]) -> None:
         """Remove the shards of one of the output's stores, except those of these names."""
-        keys = [key.removeprefix(key_of(part, "")) for key in self.sizes(part)]
-        names = [name for name in keys if name.startswith("shard-") and Path(name).stem not in but]
+        files = [key.removeprefix(key_of(part, "")) for key in self.sizes(part)]
+        names = [name for name in files if name.startswith("shard-") and Path(name).stem not in but]
         storage, root = self._storage_of(part)
         storage.delete([f"{root}{name}" for name in names])
 
@@ -312,17 +311,20 @@ class Output:
     def remove_unbegun(self) -> None:
         """Remove the local folders of a run that ended before it noted anything."""
         shutil.rmtree(self.scratch, ignore_errors=True)
-        if self.folder is None:
-            shutil.rmtree(self.work, ignore_errors=True)
-        elif not self.is_complete and not (self.folder / self.note_key).exists():
-            shutil.rmtree(self.work, ignore_errors=True)
+        if self.folder and (self.is_complete or (self.folder / self.note_key).exists()):
+            return
+        shutil.rmtree(self.work, ignore_errors=True)
+        if self.folder:
             with suppress(OSError):  # it holds a store
                 self.folder.rmdir()
 
     def vanished(self, num_lost: int, num_items: int) -> StorageError:
         """Return what to raise where all work items were done, and some no longer are."""
-        what = f"{num_lost} of {num_items} sealed work items have vanished from {self.place}"
-        return StorageError(f"{what}: does another run write there?", hint="rerun the same command to continue")
+        counts = f"{num_lost} of {num_items} sealed work items"
+        return StorageError(
+            f"{counts} have vanished from {self.place}: does another run write there?",
+            hint="rerun the same command to continue",
+        )
 
     def check_free(self) -> None:
         """Raise UserError if the output holds anything but what a run with the same kind of note has begun."""
@@ -330,10 +332,9 @@ class Output:
             raise UserError(f"{self.place} is not a folder", hint="choose another --output")
         if self.read(self.note_key) is not None:
             return
-        lock = f"{WORK_FOLDER}/{LOCK}"
-        found = next((info.key for info in self.storage.list() if info.key != lock), None)
-        if found and self.read(self.note_key) is None:  # no other machine's run has begun meanwhile
-            raise UserError(f"{self.place} is not empty: it holds {found}", hint="choose another --output")
+        foreign = next((info.key for info in self.storage.list() if info.key != f"{WORK_FOLDER}/{LOCK}"), None)
+        if foreign and self.read(self.note_key) is None:  # no other machine's run has begun meanwhile
+            raise UserError(f"{self.place} is not empty: it holds {foreign}", hint="choose another --output")
 
 
 def key_of(part: str, name: str) -> str:

@@ -83,8 +83,7 @@ class SeekableReader:
     @property
     def bounds(self) -> list[int]:
         """The bytes of the content at which frames begin, and its end."""
-        found: list[int] = self._starts.tolist()
-        return found
+        return list(self._starts.tolist())
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of the content, of which only the frames that hold them are read."""

@@ -134,10 +134,6 @@ class ShardWriter:
         """How many documents were added."""
         return len(self._lengths)
 
-    def add(self, tokens: bytes) -> None:
-        """Append one document, given as the little-endian bytes of its tokens."""
-        self.extend(tokens, [len(tokens) // self.dtype.itemsize])
-
     def extend(self, tokens: bytes, lengths: Sequence[int]) -> None:
         """Append documents of these many tokens each, given as the little-endian bytes of them all."""
         if (longest := max(lengths, default=0)) > MAX_DOCUMENT_TOKENS:

@@ -73,14 +73,12 @@ class ScannedShards(Sequence[ShardEntry]):
     @property
     def num_documents(self) -> list[int]:
         """Documents of each shard."""
-        found: list[int] = self._table[:, _DOCUMENTS].tolist()
-        return found
+        return list(self._table[:, _DOCUMENTS].tolist())
 
     @property
     def num_tokens(self) -> list[int]:
         """Tokens of each shard."""
-        found: list[int] = self._table[:, _TOKENS].tolist()
-        return found
+        return list(self._table[:, _TOKENS].tolist())
 
     def first_unequal(self, itemsize: int) -> ShardEntry | None:
         """Return the first shard whose tokens have other bytes than their number says."""
@@ -101,7 +99,7 @@ class ScannedShards(Sequence[ShardEntry]):
     def __getitem__(self, number: slice) -> tuple[ShardEntry, ...]: ...
     def __getitem__(self, number: int | slice) -> ShardEntry | tuple[ShardEntry, ...]:
         if isinstance(number, slice):
-            return tuple(self[each] for each in range(*number.indices(len(self))))
+            return tuple(self[shard] for shard in range(*number.indices(len(self))))
         at, size, documents, tokens, first_line, *files = self._table[number].tolist()
         digests = [
             FileDigest(size_bytes, self._at(place, _DIGEST_BYTES)) for size_bytes, place in zip(files, files[3:])

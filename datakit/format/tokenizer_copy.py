@@ -13,10 +13,8 @@ import xxhash
 from datakit.files.durable import FileDigest, reading, temporary_folder
 from datakit.format.manifest import FILE_NAME, Manifest
 from datakit.format.output import Output, key_of
-from datakit.tokenization.rank_file import is_rank_file, read_rank_file, sidecar_path
-from datakit.tokenization.tekken import is_tekken
-from datakit.tokenization.tokenizer import MAX_FILE_BYTES, Tokenizer, open_tokenizer
-from datakit.tokenization.tokenizer_path import tokenizer_path
+from datakit.tokenization.rank_file import is_rank_file, is_tekken, read_rank_file, sidecar_path
+from datakit.tokenization.tokenizer import MAX_FILE_BYTES, Tokenizer, open_tokenizer, tokenizer_path
 from threefold.errors import CheckFailed, UserError, quoted
 
 
@@ -32,10 +30,10 @@ def tokenizer_copy(path: str, fingerprint: str) -> dict[str, bytes]:
         is_ranks = is_rank_file(file, content) and not is_tekken(file, content)
         if is_ranks and sidecar_path(file).is_file():
             files[f"tokenizer{file.suffix}.json"] = sidecar_path(file).read_bytes()
-    found = read_rank_file(file, content).fingerprint if is_ranks else xxhash.xxh3_128_hexdigest(content)
-    if found != fingerprint:
+    current = read_rank_file(file, content).fingerprint if is_ranks else xxhash.xxh3_128_hexdigest(content)
+    if current != fingerprint:
         raise UserError(
-            f"{file} changed while the store was made: its fingerprint is {found}, not {fingerprint}",
+            f"{file} changed while the store was made: its fingerprint is {current}, not {fingerprint}",
             hint="put the tokenizer back that the store was begun with, then rerun the same command",
         )
     return files

@@ -33,10 +33,10 @@ class Meter:
 
     def is_due(self) -> bool:
         now_s = time.monotonic()
-        due = now_s - self._reported_s >= PROGRESS_INTERVAL_S
-        if due:
-            self._reported_s = now_s
-        return due
+        if now_s - self._reported_s < PROGRESS_INTERVAL_S:
+            return False
+        self._reported_s = now_s
+        return True
 
     @property
     def share(self) -> float:

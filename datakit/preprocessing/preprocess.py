@@ -1,6 +1,6 @@
 """Preprocess: text to token stores, in worker processes, with flat memory; the same bytes with any number of workers.
 
-Work items are cut from the sorted input, each is sealed by itself (see item.py), and the manifests are written last, in
+Work items are cut from the sorted input, each is sealed by itself (see task.py), and the manifests are written last, in
 the items' order: nothing is merged. A rerun continues with the items that are not sealed.
 """
 
@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datakit.dedup.item_hashes import find_duplicates
+from datakit.dedup.duplicates import find_duplicates
 from datakit.format.manifest import FILE_NAME, Manifest
 from datakit.format.output import Output, key_of
 from datakit.format.shard_entry import ShardEntry
@@ -113,8 +113,7 @@ def preprocess(
                 num_by_reference = job.seal(missing, task, pool)
         records = job.records()
         job.finish(records)
-        sealed = [records[item.number] for item in missing]
-        summary = job.summary(records, sealed, time.monotonic() - started_s)
+        summary = job.summary(records, [records[item.number] for item in missing], time.monotonic() - started_s)
         return replace(summary, backend=tokenized_by, num_by_reference=num_by_reference)
 
 
@@ -199,10 +198,7 @@ class _Job:
         for part, found in manifests.items():
             if found is None:
                 return False
-            self._follow(found.settings)
-            wanted = self.identity, self._settings(part)
-            require_same(self.output.place, (found.tokenizer, found.settings), wanted)
-            self._report_rules()
+            self._require_same(found.tokenizer, found.settings, part, {"input": self._input})
         self._sources = require_unchanged(self.output, self._files, self._report)
         self.output.settle(self.recipe.parts)  # a kill may have come between the last manifest and this
         return True
@@ -210,22 +206,18 @@ class _Job:
     def begin(self, backend: str) -> None:
         """Compare with what was begun here, or note what is begun now; UserError if the backend cannot serve."""
         require_backend(backend, self.recipe.tokenizer, self.tokenizer)
-        probe, tokenizes = content_probe(self._files), asdict(self.identity)
-        made_of = {
-            "tokenizer": tokenizes, "settings": self.recipe.settings(WHOLE), "input": self._input, "probe": probe
-        }  # fmt: skip
-        place = f"{self.output.place}/{self.output.note_key}"
-        note = self.output.begin(made_of)
+        probe = content_probe(self._files)
+        own = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE)}
+        note = self.output.begin(own | {"input": self._input, "probe": probe})
         try:
-            found = note.made_of
-            tokenizer, settings = TokenizerIdentity(**found["tokenizer"]), dict(found["settings"])
+            noted = note.made_of
+            tokenizer, settings = TokenizerIdentity(**noted["tokenizer"]), dict(noted["settings"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckFailed(f"{place} is damaged: {error!r}", hint="choose another --output") from None
-        self._follow(settings)
-        wanted = self.identity, self.recipe.settings(WHOLE)
-        require_same(self.output.place, (tokenizer, settings), wanted)
-        self._report_rules()
-        if found.get("input", self._input) != self._input or found.get("probe", probe) != probe:
+            raise CheckFailed(
+                f"{self.output.place}/{self.output.note_key} is damaged: {error!r}", hint="choose another --output"
+            ) from None
+        self._require_same(tokenizer, settings, WHOLE, {})
+        if noted.get("input", self._input) != self._input or noted.get("probe", probe) != probe:
             self.output.take_over(note, input=self._input, probe=probe)
 
     def report_end(self) -> None:
@@ -239,8 +231,9 @@ class _Job:
     def hash(self, open_pool: Callable[[int], "WorkerPool | RayPool"], items: list[WorkItem]) -> None:
         """Let workers hash the items' documents."""
         with open_pool(len(items)) as pool:
-            task = Task(self.output.place, self.recipe, self.identity, HASH)
-            self.seal(items, task, pool, "reading for duplicates: ")
+            self.seal(
+                items, Task(self.output.place, self.recipe, self.identity, HASH), pool, "reading for duplicates: "
+            )
 
     def seal(self, items: list[WorkItem], task: Task, pool: "WorkerPool | RayPool", doing: str = "") -> int:
         """Let workers seal the items, and show how far they are about every two seconds.
@@ -274,7 +267,6 @@ class _Job:
         """Write the manifests, drop what is in none of them, and then the work folder."""
         shards = self._shards(records)
         counts = sum((Counter(record.skipped) for record in records), Counter[str]())
-        skipped = dict(sorted(counts.items()))
         num_documents = sum(shard.num_documents for entries in shards.values() for shard in entries)
         if not any(shard.num_tokens for entries in shards.values() for shard in entries):
             raise UserError(
@@ -283,6 +275,7 @@ class _Job:
             )
         InputTable.of(self._files, records).write(self.output)
         manifests, copy = {}, tokenizer_copy(self.recipe.tokenizer, self.identity.fingerprint)
+        skipped = dict(sorted(counts.items()))
         for part, entries in shards.items():
             if not entries:
                 self._report(
@@ -290,7 +283,8 @@ class _Job:
                 )
             self.output.remove_shards(part, but={entry.name for entry in entries})  # of input that has changed since
             place_copy(self.output, part, copy)
-            dtype, settings = store_dtype(self.identity.vocab_size), self._settings(part)
+            dtype = store_dtype(self.identity.vocab_size)
+            settings = self.recipe.settings(part) | {"input": self._input}
             manifest = Manifest(dtype, self.identity, tuple(entries), settings, skipped, digests_of(copy))
             manifests[key_of(part, FILE_NAME)] = manifest.encode()
         self.output.commit(manifests, self._report)
@@ -333,16 +327,17 @@ class _Job:
             lines_before += record.num_lines
         return shards
 
-    def _settings(self, part: str) -> dict[str, Any]:
-        return self.recipe.settings(part) | {"input": self._input}
+    def _require_same(
+        self, tokenizer: TokenizerIdentity, settings: dict[str, Any], part: str, more: dict[str, Any]
+    ) -> None:
+        """Go on by the rules of what is there, if they are older ones; UserError if it was made otherwise.
 
-    def _follow(self, settings: dict[str, Any]) -> None:
-        """Go on by the rules of what is there, if they are older ones."""
+        That what is there follows older rules is reported once, with what they change here.
+        """
         version = min(rules_of(settings), self.recipe.rules_version)
         self.recipe = replace(self.recipe, rules_version=version)
-
-    def _report_rules(self) -> None:
-        """Report once that what is there follows older rules, after it was compared: what they change here."""
-        if self.recipe.rules_version < self._rules_reported:
-            self._rules_reported = self.recipe.rules_version
+        new = self.identity, self.recipe.settings(part) | more
+        require_same(self.output.place, (tokenizer, settings), new)
+        if version < self._rules_reported:
+            self._rules_reported = version
             self._report(f"{self.output.place} follows the rules that it was begun under: {older_rules(self.recipe)}")

@@ -65,10 +65,10 @@ class RayPool(Closing):
             if not under_way and idle:
                 return
             patience_s = None if under_way else PLACE_WITHIN_S
-            found, _ = self._ray.wait([*under_way, *self._starting], num_returns=1, timeout=patience_s)
-            if not found:
+            ready, _ = self._ray.wait([*under_way, *self._starting], num_returns=1, timeout=patience_s)
+            if not ready:
                 raise StorageError(f"no actor found a place within {PLACE_WITHIN_S:g} s", hint="ray status")
-            [done] = found
+            [done] = ready
             if done in self._starting:
                 idle += self._placed(done, task)
                 continue
@@ -78,7 +78,11 @@ class RayPool(Closing):
             except self._ray.exceptions.RayError as error:
                 num_lost[item.number] += 1
                 if num_lost[item.number] > MAX_ITEM_LOSSES:
-                    raise self._gone(item, error) from error
+                    raise StorageError(
+                        f"work item {item.number} ({item.slices[0].file.path}) was lost {MAX_ITEM_LOSSES + 1} times on "
+                        f"the Ray cluster: {str(error).splitlines()[0]}",
+                        hint="perhaps for memory: ray status, ray memory; then rerun the same command to continue",
+                    ) from error
                 lost.append(item)
                 self._replace(actor, task)
                 continue
@@ -90,11 +94,11 @@ class RayPool(Closing):
         actor = self._actor.remote(task, os.getcwd())
         self._starting[actor.is_placed.remote()] = actor
 
-    def _placed(self, found: Any, task: Task) -> list[Any]:
+    def _placed(self, answer: Any, task: Task) -> list[Any]:
         """Return the actor that has found its place; none, and start another one, if it died of that."""
-        actor = self._starting.pop(found)
+        actor = self._starting.pop(answer)
         try:
-            self._ray.get(found)
+            self._ray.get(answer)
         except self._ray.exceptions.RayError as error:
             self._num_failed_starts += 1
             if self._num_failed_starts > MAX_FAILED_STARTS:
@@ -111,13 +115,6 @@ class RayPool(Closing):
     def _replace(self, actor: Any, task: Task) -> None:
         self._ray.kill(actor)
         self._start(task)
-
-    def _gone(self, item: WorkItem, error: Exception) -> StorageError:
-        return StorageError(
-            f"work item {item.number} ({item.slices[0].file.path}) was lost {MAX_ITEM_LOSSES + 1} times on the Ray "
-            f"cluster: {str(error).splitlines()[0]}",
-            hint="perhaps for memory: ray status, ray memory; then rerun the same command to continue",
-        )
 
     def close(self) -> None:
         """End the actors and leave the cluster."""

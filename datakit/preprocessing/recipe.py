@@ -66,9 +66,8 @@ class Recipe:
 
     def end(self, identity: TokenizerIdentity, after: Sequence[int]) -> tuple[int, ...]:
         """Return the ids to write after those of each document, which the tokenizer itself ends with `after`."""
-        if not self.append_eod or identity.eod_id is None or (self.rules_version >= 2 and ends_with(after, identity)):
-            return ()
-        return (identity.eod_id,)
+        is_ended = self.rules_version >= 2 and tuple(after[-1:]) == (identity.eod_id,)
+        return () if not self.append_eod or identity.eod_id is None or is_ended else (identity.eod_id,)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -98,7 +97,7 @@ class Recipe:
             "append_eod": self.append_eod,
             "text_key": self.text_key,
             "txt_split": self.txt_split,
-            "split": None if self.split is None else list(self.split),
+            "split": self.split and list(self.split),
             "part": part,
             **{name: value for name, value in options.items() if value},
         }
@@ -108,11 +107,6 @@ def rules_of(settings: Mapping[str, Any]) -> int:
     """Return the version of the rules by which a store of these settings is made."""
     version = settings.get("rules", 1)
     return version if isinstance(version, int) else RULES_VERSION
-
-
-def ends_with(after: Sequence[int], identity: TokenizerIdentity) -> bool:
-    """Return whether ids that a tokenizer puts after each text end with its end-of-document token."""
-    return bool(after) and after[-1] == identity.eod_id
 
 
 def input_digest(files: Sequence[InputFile]) -> str:
@@ -146,10 +140,10 @@ def older_rules(recipe: Recipe) -> str:
 
 
 def require_same(
-    place: str, found: tuple[TokenizerIdentity, dict[str, Any]], wanted: tuple[TokenizerIdentity, dict[str, Any]]
+    place: str, old: tuple[TokenizerIdentity, dict[str, Any]], new: tuple[TokenizerIdentity, dict[str, Any]]
 ) -> None:
     """Raise UserError if what is at a place was made with another tokenizer or other settings."""
-    if sentences := differences(found, wanted):
+    if sentences := differences(*old, *new):
         raise UserError(
             f"{place} was made otherwise: {'; '.join(sentences)}",
             hint="rerun with what it was made with, or choose another --output",
@@ -157,10 +151,9 @@ def require_same(
 
 
 def differences(
-    found: tuple[TokenizerIdentity, dict[str, Any]], wanted: tuple[TokenizerIdentity, dict[str, Any]]
+    old: TokenizerIdentity, old_settings: dict[str, Any], new: TokenizerIdentity, new_settings: dict[str, Any]
 ) -> list[str]:
     """Sentences on what differs between two stores' tokenizers and settings."""
-    (old, old_settings), (new, new_settings) = found, wanted
     sentences = []
     if old.fingerprint != new.fingerprint:
         sentences.append(f"its tokenizer is {old.fingerprint[:16]} ({old.vocab_size} tokens), "

@@ -57,15 +57,15 @@ class InputTable:
         try:
             if (version := columns.pop("version", None)) != _VERSION:
                 raise ValueError(f"version {version}, this program reads version {_VERSION}")
-            found = cls(**columns)
-            lengths = {len(column) for column in (found.modified_ns, found.etags, found.stops, found.digests)}
+            sources = cls(**columns)
+            lengths = {len(column) for column in (sources.modified_ns, sources.etags, sources.stops, sources.digests)}
             if len(lengths) != 1:
                 raise ValueError(f"columns of {sorted(lengths)} files")
         except (TypeError, ValueError) as error:
             raise CheckFailed(
                 f"{place} is damaged: {error}", hint="remove it: changes that keep the size of a file then go unseen"
             ) from None
-        return found
+        return sources
 
     def write(self, output: Output) -> None:
         """Put the record into an output."""

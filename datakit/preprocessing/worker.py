@@ -48,10 +48,10 @@ def seal_item(sealer: Sealer, item: WorkItem, progress: Callable[[Progress], Non
     """Seal one item; the message that says so, or says what is wrong with it."""
     latest = Progress(0, 0)
 
-    def report(found: Progress) -> None:
+    def report(current: Progress) -> None:
         nonlocal latest
-        latest = found
-        progress(found)
+        latest = current
+        progress(current)
 
     try:
         sealer.seal(item, report)

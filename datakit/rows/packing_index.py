@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -17,8 +16,8 @@ import xxhash
 
 from datakit.files.durable import FileDigest, reading
 from datakit.format.fields import Fields
-from datakit.format.manifest import content_checksum, digest_in
-from datakit.format.mapped import copied
+from datakit.format.manifest import digest_in, encoded_record, require_record
+from datakit.format.native import copied
 from datakit.format.shard import Int64s, map_file
 from datakit.shards.shards import Shards
 from datakit.store.rows import Piece
@@ -73,20 +72,13 @@ class PackingRecord:
 
     def encode(self) -> bytes:
         """Return the content of `packing.json`."""
-        content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "num_rows": self.num_rows, **asdict(self)}
-        content["checksum"] = content_checksum(content)
-        return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+        return encoded_record(FORMAT, VERSION, {"num_rows": self.num_rows, **asdict(self)})
 
     @classmethod
     def parse(cls, path: Path | str, data: bytes) -> "PackingRecord":
         """Check the content of the `packing.json` at a path."""
         fields = _IndexFields.parse(path, data)
-        if fields.text("format") != FORMAT:
-            raise fields.fault(f"not the record of a packing index: format {fields.raw['format'][:80]!r}")
-        if fields.number("version") != VERSION:
-            raise fields.fault(f"it has version {fields.raw['version']}, this program reads version {VERSION}")
-        if fields.text("checksum") != content_checksum(fields.raw):
-            raise fields.fault("it is damaged: its checksum does not hold")
+        require_record(fields, FORMAT, VERSION, "the record of a packing index")
         files = fields.table("files")
         digests = {name: digest_in(files.table(name)) for name in COLUMNS}
         record = cls(

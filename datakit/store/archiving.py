@@ -1,27 +1,94 @@
-"""Archiving: a token store into a folder or object storage, compressed so that ranges of it can still be read.
+"""Archiving: a token store into a folder or object storage, compressed so that ranges can be read; and back.
 
 Files are streamed through compression in threads; memory is a few MiB a thread, on S3 also the parts in flight. Each
 byte is checked against the store's manifest on its way. Killed, it continues: a plan under `.work` claims the
 destination, a note there for each whole file keeps its digest, and `archive.json` is written last.
+
+Back, from an archive or a store, in a folder or at a URL, files are fetched in bounded ranges. A file gets its name
+once it is whole, durable and of the manifest's checksum; the same call continues with the next one.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event, Lock
+from typing import TypeVar
 
 import orjson
 import xxhash
 
-from datakit.files.durable import FileDigest, blocks_of, checked_blocks
+from datakit.files.durable import FileDigest, blocks_of, checked_blocks, durable_file, url_behind
 from datakit.format.archive_record import SUFFIX, ArchiveRecord
 from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME, WORK_FOLDER, is_plain_folder
-from datakit.format.output import LOCK, Output
+from datakit.format.output import ASSEMBLY_NOTE, LOCK, Output
 from datakit.format.seekable_zstd import FRAME_BYTES, MAX_FRAME_BYTES, pack
-from datakit.shards.store_source import StoreSource
+from datakit.shards.store_source import SourceFile, StoreSource
 from datakit.store.claim import claim
-from datakit.store.file_threads import FileThreads, Report
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError, quoted
+from threefold.errors import CheckFailed, StorageError, UserError, quoted
+
+File = TypeVar("File")
+Result = TypeVar("Result")
+Report = Callable[[str], None]
+
+
+class Ended(Exception):
+    """Another file has failed: what this thread does is of no use any more."""
+
+
+class FileThreads:
+    """`num_workers` threads that each take one file after the other; good for one `map`."""
+
+    def __init__(self, num_workers: int, *, report_every_s: float = 2.0) -> None:
+        if num_workers < 1:
+            raise UserError(f"{num_workers} workers", hint="--workers 1")
+        self._num_workers, self._report_every_s, self._ended = num_workers, report_every_s, Event()
+        self._num_bytes, self._lock = 0, Lock()
+
+    def map(self, work: Callable[[File], Result], files: Sequence[File], report: Report) -> list[Result]:
+        """Return the results in the files' order.
+
+        After a fault no file is begun, and it is raised once all threads rest.
+        """
+
+        def work_unless_ended(file: File) -> Result:
+            if self._ended.is_set():
+                raise Ended
+            try:
+                return work(file)
+            except BaseException:
+                self._ended.set()
+                raise
+
+        with ThreadPoolExecutor(self._num_workers) as pool:
+            futures = [pool.submit(work_unless_ended, file) for file in files]
+            unfinished = set(futures)
+            try:
+                while unfinished := wait(unfinished, timeout=self._report_every_s).not_done:
+                    num_done = len(files) - len(unfinished)
+                    report(f"{num_done}/{len(files)} files, {self._num_bytes / 1e6:,.1f} MB")
+            finally:  # an interrupt comes up here, in the main thread
+                self._ended.set()
+        for future in futures:
+            fault = future.exception()
+            if fault is not None and not isinstance(fault, Ended):
+                raise fault
+        return [future.result() for future in futures]
+
+    def until_ended(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the blocks of one file's work, which are counted.
+
+        Ended between two of them once the work on all ends.
+        """
+        for block in blocks:
+            if self._ended.is_set():
+                raise Ended
+            with self._lock:
+                self._num_bytes += len(block)
+            yield block
+
 
 DEFAULT_LEVEL, MAX_LEVEL = 3, 19
 _MAX_NOTE_BYTES = 4096
@@ -61,8 +128,8 @@ def archive(
         raise UserError(
             f"{store} is not a token store in a local folder", hint=f"datakit unarchive {quoted(store)} --output STORE"
         )
-    opened = TokenStore.open(store)
-    return _Archiving(opened, Output(destination, ARCHIVE_NAME), level, frame_bytes, threads, report).run()
+    output = Output(destination, ARCHIVE_NAME)
+    return _Archiving(TokenStore.open(store), output, level, frame_bytes, threads, report).run()
 
 
 class _Archiving:
@@ -97,16 +164,16 @@ class _Archiving:
     def _make(self) -> tuple[ArchiveRecord, int]:
         """Compress the files that are missing, and commit; also return how many were kept."""
         sizes = self._own_sizes()
-        kept = {name: digest for name in self._files if (digest := self._kept(name, sizes))}
-        missing = [name for name in self._files if name not in kept]
-        made = kept | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
-        files = {f"{name}{SUFFIX}": made[name] for name in self._files}
+        stored = {name: digest for name in self._files if (digest := self._stored(name, sizes))}
+        missing = [name for name in self._files if name not in stored]
+        packed = stored | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
+        files = {f"{name}{SUFFIX}": packed[name] for name in self._files}
         record = ArchiveRecord(self._level, self._frame_bytes, self._manifest, files)
         for name, digest in self._copy.items():  # as they are: they are small, and read by themselves
             if not self._output.has(name, digest):
                 self._output.write(name, b"".join(checked_blocks(self._folder / name, digest)))
         self._output.commit({FILE_NAME: self._manifest_bytes, ARCHIVE_NAME: record.encode()}, self._report)
-        return record, len(kept)
+        return record, len(stored)
 
     def _complete_record(self) -> ArchiveRecord:
         """Return the record of the complete archive that is there; raise UserError if it is another one."""
@@ -136,7 +203,7 @@ class _Archiving:
             raise UserError(f"{self._output.place} is not empty: it holds {strange}", hint="choose another --output")
         return sizes
 
-    def _kept(self, name: str, sizes: dict[str, int]) -> FileDigest | None:
+    def _stored(self, name: str, sizes: dict[str, int]) -> FileDigest | None:
         """Return the digest of a file that an earlier run has stored whole and noted, else None."""
         key, note_key = f"{name}{SUFFIX}", _note_key(name)
         if key not in sizes or not 0 < sizes.get(note_key, 0) <= _MAX_NOTE_BYTES:
@@ -168,3 +235,43 @@ class _Archiving:
 
 def _note_key(name: str) -> str:
     return f"{WORK_FOLDER}/{name}{SUFFIX}.json"
+
+
+def unarchive(
+    source: str, output: str | os.PathLike[str], *, num_workers: int = 1, report: Report = lambda text: None
+) -> TokenStore:
+    """Make a local store of an archive or a plain store; UserError if the output holds anything else.
+
+    CheckFailed names a file that is damaged at the source; those fetched before are kept for the next call.
+    """
+    threads = FileThreads(num_workers)
+    opened, folder = StoreSource.open(source), Path(output)
+    if url := url_behind(folder):
+        raise UserError(
+            f"{url} is not a local folder, and only there can this be made",
+            hint=f"choose a folder as --output; for a store, then datakit archive FOLDER --output {quoted(url)}",
+        )
+    place = Output(os.fspath(output), ASSEMBLY_NOTE)
+    # an archive has such a manifest too, and files of other names
+    if is_plain_folder(os.fspath(output)) and place.read(FILE_NAME) == opened.manifest_bytes:
+        place.settle()
+        return TokenStore.open(folder)
+
+    def write(source: StoreSource, file: SourceFile, target: Path) -> None:
+        with durable_file(target) as stream:
+            stream.writelines(threads.until_ended(source.blocks(file)))
+
+    def fetch(file: SourceFile) -> None:
+        if not place.has(file.name, file.digest):
+            target = place.scratch / file.name
+            opened.checked(file, lambda source: write(source, file, target))
+            place.adopt("", [target])
+
+    made_of = {"manifest": asdict(FileDigest.of(opened.manifest_bytes))}
+    with claim(place, made_of, keeps=(StorageError, CheckFailed)):
+        threads.map(fetch, opened.files, report)
+        for name, digest in opened.manifest.tokenizer_files.items():
+            if not place.has(name, digest):
+                place.write(name, opened.copied(name, digest))
+        place.commit({FILE_NAME: opened.manifest_bytes})
+    return TokenStore.open(folder)

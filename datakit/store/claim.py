@@ -76,8 +76,10 @@ def _take_lock(descriptor: int, path: Path, place: str, patience_s: float) -> No
     try:
         is_held = take_lock(descriptor, patience_s=patience_s)
     except OSError as error:  # some network and parallel file systems are mounted without locks
-        hint = "mount it with locks (Lustre: -o flock), or choose another --output"
-        raise StorageError(f"cannot lock {path}: {error.strerror}", hint=hint) from error
+        raise StorageError(
+            f"cannot lock {path}: {error.strerror}",
+            hint="mount it with locks (Lustre: -o flock), or choose another --output",
+        ) from error
     if not is_held:
         raise StorageError(f"another run is writing {place}", hint=f"lsof {quoted(path)}")
     if not os.fstat(descriptor).st_nlink:

@@ -43,39 +43,40 @@ def read_records(output: Output, items: Sequence[WorkItem]) -> list[ItemRecord |
     """Return the records of items, None if one is not sealed, or was from other input or with a lost shard."""
     sizes = output.sizes()
     contents = output.read_many(map(record_key, items), sizes)
-    return [
-        _parse_record(content, item, sizes) if content else None for content, item in zip(contents, items, strict=True)
-    ]
+    return [_parse_record(content, item, sizes) for content, item in zip(contents, items, strict=True)]
 
 
 def record_key(item: WorkItem) -> str:
     return f"{RECORDS_FOLDER}/{item.number:06}.json"
 
 
-def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> ItemRecord | None:
+def _parse_record(content: bytes | None, item: WorkItem, sizes: dict[str, int]) -> ItemRecord | None:
     record = fields_of_record(content, item)
     if record is None:
         return None
     try:
         stores = record.table("shards")
         shards = {part: [shard_entry(entry) for entry in stores.tables(part)] for part in stores.raw}
-        found = ItemRecord(
+        sealed = ItemRecord(
             item, record.number("num_lines"), record.number("input_bytes"), shards, record.counts("skipped"),
             record.number("num_replaced") if "num_replaced" in record.raw else 0,
             record.texts("digests") if "digests" in record.raw else [""] * len(item.slices),
         )  # fmt: skip
     except CheckFailed:  # damaged: the item is made again
         return None
-    for part, entries in shards.items():
-        for entry in entries:
-            for name, digest in entry.files().items():
-                if sizes.get(key_of(part, name)) != digest.size_bytes:
-                    return None
-    return found
+    files = {
+        key_of(part, name): digest.size_bytes
+        for part, entries in shards.items()
+        for entry in entries
+        for name, digest in entry.files().items()
+    }
+    return sealed if files.items() <= sizes.items() else None
 
 
-def fields_of_record(content: bytes, item: WorkItem) -> Fields | None:
-    """Return what the record of an item says, None if it is damaged, or of another item or other input."""
+def fields_of_record(content: bytes | None, item: WorkItem) -> Fields | None:
+    """Return what the record of an item says, None if it is missing or damaged, or of another item or other input."""
+    if not content:
+        return None
     try:
         record = Fields.parse("record", content)
         return record if WorkItem.parse(record.raw["item"]) == item else None

@@ -17,7 +17,7 @@ from datakit.format.output import ASSEMBLY_NOTE, Output
 from datakit.format.tokenizer_copy import damaged
 from datakit.store.claim import claim
 from datakit.store.token_store import TokenStore, open_made
-from threefold.errors import UserError, quoted
+from threefold.errors import UserError, listed, quoted
 
 
 def merge(
@@ -58,12 +58,11 @@ def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:
     """Return the manifest of the merged store of these, each with its name; raise UserError if they do not fit."""
     assert stores, "a merge of no stores"
     (first_name, first), *others = stores
-    faults = {name: found for name, manifest in others if (found := _differences(manifest, first))}
+    faults = [f"{name}: {'; '.join(found)}" for name, manifest in others if (found := _differences(manifest, first))]
     if faults:
-        lines = [f"{len(faults)} of {len(stores)} stores do not fit {first_name}:"]
-        lines += [f"  {name}: {'; '.join(found)}" for name, found in faults.items()]
         raise UserError(
-            "\n".join(lines), hint="datakit preprocess INPUT... --output STORE --tokenizer tok.json, one for all"
+            f"{len(faults)} of {len(stores)} stores do not fit {first_name}:{listed(faults, most=len(faults))}",
+            hint="datakit preprocess INPUT... --output STORE --tokenizer tok.json, one for all",
         )
     shards = [shard for _, manifest in stores for shard in manifest.shards]
     return Manifest(
@@ -78,8 +77,8 @@ def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:
 
 def _differences(manifest: Manifest, first: Manifest) -> list[str]:
     """Sentences on what must be the same for a merge but differs."""
-    found, wanted = _identity(manifest), _identity(first)
-    return [f"its {name} is {found[name]!r}, not {wanted[name]!r}" for name in found if found[name] != wanted[name]]
+    pairs = zip(_identity(manifest).items(), _identity(first).values(), strict=True)
+    return [f"its {name} is {own!r}, not {asked!r}" for (name, own), asked in pairs if own != asked]
 
 
 def _identity(manifest: Manifest) -> dict[str, Any]:

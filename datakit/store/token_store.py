@@ -69,15 +69,21 @@ class TokenStore:
         name = os.fspath(place)
         if "://" not in name:
             if cache is not None or cache_mib is not None:
-                what = f"{name} is a folder, which is read without a cache"
-                raise UserError(what, hint="leave cache and cache_mib out, or name the store by its URL")
+                raise UserError(
+                    f"{name} is a folder, which is read without a cache",
+                    hint="leave cache and cache_mib out, or name the store by its URL",
+                )
             return cls(FolderShards.open(place, reading or "mmap"), rows)
         if cache is None:
-            what = f"{name} is not a local folder, and no cache is named to read it through"
-            raise UserError(what, hint=f"datakit unarchive {quoted(name)} --output STORE")
+            raise UserError(
+                f"{name} is not a local folder, and no cache is named to read it through",
+                hint=f"datakit unarchive {quoted(name)} --output STORE",
+            )
         if reading is not None:
-            what = f"reading {reading!r} is of stores in folders, and {name} is fetched through a cache"
-            raise UserError(what, hint="leave reading out")
+            raise UserError(
+                f"reading {reading!r} is of stores in folders, and {name} is fetched through a cache",
+                hint="leave reading out",
+            )
         return cls(CachedShards.open(name, cache, CACHE_MIB if cache_mib is None else cache_mib), rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,8 +169,7 @@ class TokenStore:
 
     def shard_of(self, number: int) -> int:
         """Return the shard that holds one document."""
-        shard, _ = self._locate_document(number)
-        return shard
+        return self._locate_document(number)[0]
 
     def origin(self, number: int) -> Origin:
         """Where one document came from."""
@@ -259,14 +264,17 @@ def open_made(place: str, manifest: Manifest) -> TokenStore:
 
 def _opened_again(shards: Shards, rows: RowsChoice | None, store_fingerprint: str, fingerprint: str) -> TokenStore:
     """Return a store that was pickled; CheckFailed or UserError if it, or its rows, are others by now."""
-    found = shards.manifest.fingerprint
-    if found != store_fingerprint:
-        what = f"{shards.place} is not the store that was pickled: its fingerprint is {found}, not {store_fingerprint}"
-        raise CheckFailed(what, hint=f"datakit inspect {quoted(shards.place)}")
+    current = shards.manifest.fingerprint
+    if current != store_fingerprint:
+        raise CheckFailed(
+            f"{shards.place} is not the store that was pickled: its fingerprint is {current}, not {store_fingerprint}",
+            hint=f"datakit inspect {quoted(shards.place)}",
+        )
     store = TokenStore(shards, rows)
     if store.fingerprint != fingerprint:
-        place = store.rows.place
-        raise UserError(f"{place} is not the index that was pickled", hint=f"datakit verify {quoted(place)}")
+        raise UserError(
+            f"{store.rows.place} is not the index that was pickled", hint=f"datakit verify {quoted(store.rows.place)}"
+        )
     return store
 
 

@@ -14,6 +14,7 @@ from datakit.format.shard import ShardWriter
 from datakit.format.shard_entry import ShardEntry
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
+from threefold.closing import Making
 from threefold.errors import UserError
 
 MAX_UINT16_VOCAB = 65500
@@ -89,10 +90,10 @@ class StoreShardWriter:
         self._stem.with_suffix(".origin").unlink(missing_ok=True)
 
 
-class ShardSequence:
+class ShardSequence(Making):
     """The shards in a folder that documents go into one after the other: the next is opened where one is full.
 
-    `name` makes the name of the n-th; each has at most `max_documents`.
+    `name` makes the name of the n-th; each has at most `max_documents`. A `with` that ends by an exception removes all.
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class ShardSequence:
             self._open = None
         return self._finished
 
-    def abandon(self) -> None:
+    close = finish
+
+    def abort(self) -> None:
         """Remove what was written."""
         if self._open is not None:
             self._open.abandon()

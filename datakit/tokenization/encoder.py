@@ -16,8 +16,7 @@ import numpy as np
 from datakit.tokenization.encoded import Encoded, Ids
 from datakit.tokenization.fast_encoder import NO_TERMS, GigatokenEncoder, Terms
 from datakit.tokenization.probe import PROBE, texts_of_tokens
-from datakit.tokenization.tokenizer import TextFault, Tokenizer, open_tokenizer
-from datakit.tokenization.tokenizer_path import tokenizer_path
+from datakit.tokenization.tokenizer import TextFault, Tokenizer, open_tokenizer, tokenizer_path
 from threefold.errors import UserError
 from threefold.installing import install
 
@@ -96,9 +95,8 @@ def choose_backend(asked: str, path: str, reference: Tokenizer, texts: Sequence[
         if asked == FAST:
             raise UserError(f"{FAST} {fault}", hint=f"--tokenizer-backend {AUTO}") from None
         return Choice(reference.kind, f"{FAST} {fault}")
-    size = sum(len(text) for text in texts)
-    reason = f"the ids of {reference.kind} on a probe with {size:,} characters of this input"
-    return Choice(FAST, reason + _exceptions(terms, reference), terms)
+    probed = f"a probe with {sum(map(len, texts)):,} characters of this input"
+    return Choice(FAST, f"the ids of {reference.kind} on {probed}{_exceptions(terms, reference)}", terms)
 
 
 def find_terms(path: str, reference: Tokenizer, texts: Sequence[str]) -> Terms:

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from datakit.tokenization import rank_file
 from datakit.tokenization.encoded import Encoded, Ids
-from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file
-from datakit.tokenization.tekken import is_tekken, read_tekken
+from datakit.tokenization.rank_file import RankFile, is_rank_file, is_tekken, read_rank_file, read_tekken
 from datakit.tokenization.tokenizer import TextFault, Tokenizer, gave_up, open_tokenizer
 from datakit.tokenization.unicode_drift import has_drift
 
@@ -100,15 +99,15 @@ class GigatokenEncoder:
             if resident_bytes() > self._limit_bytes:
                 self._load()
         try:
-            found = self._run(texts)
+            encoded = self._run(texts)
         except BaseException as error:
             if not gave_up(error):
                 raise
             return self._join([self._encode(number, text) for number, text in enumerate(texts)])
-        doubted = self._numbers_of_doubted(texts, found)
+        doubted = self._numbers_of_doubted(texts, encoded)
         if not doubted:
-            return found.framed(self._terms.before, self._terms.after)
-        return self._join([self._encode(n, texts[n]) if n in doubted else (ids, True) for n, ids in enumerate(found)])
+            return encoded.framed(self._terms.before, self._terms.after)
+        return self._join([self._encode(n, texts[n]) if n in doubted else (ids, True) for n, ids in enumerate(encoded)])
 
     def _join(self, documents: list[tuple[Ids, bool]]) -> Encoded:
         """Return all documents' ids, framed, from each one's bare ids and whether they are the engine's."""
@@ -131,16 +130,16 @@ class GigatokenEncoder:
         rows, lengths = self._engine.encode_rows(texts)
         return Encoded(rows[np.arange(rows.shape[1]) < lengths[:, None]], lengths)
 
-    def _numbers_of_doubted(self, texts: list[str], found: Encoded) -> set[int]:
+    def _numbers_of_doubted(self, texts: list[str], encoded: Encoded) -> set[int]:
         """Return which documents the reference has to see."""
-        doubted = self._numbers_of_wrong(texts, found)
+        doubted = self._numbers_of_wrong(texts, encoded)
         if has_drift("".join(texts)):
             doubted.update(number for number, text in enumerate(texts) if has_drift(text))
         return doubted
 
-    def _numbers_of_wrong(self, texts: list[str], found: Encoded) -> set[int]:
+    def _numbers_of_wrong(self, texts: list[str], encoded: Encoded) -> set[int]:
         """Return which documents hold what the terms name."""
-        wrong = set(found.holding(self._doubted).tolist()) if self._terms.doubted else set[int]()
+        wrong = set(encoded.holding(self._doubted).tolist()) if self._terms.doubted else set[int]()
         if characters := self._terms.characters:
             wrong.update(n for n, text in enumerate(texts) if any(character in text for character in characters))
         return wrong

@@ -1,8 +1,13 @@
-"""Rank files: the vocabulary of a byte-level BPE as tiktoken keeps it, one `base64 rank` a line.
+"""Rank files: the vocabulary of a byte-level BPE as tiktoken keeps it, one `base64 rank` a line; and tekken.json.
 
 A rank file alone does not say how text is split into words nor which special tokens there are. Files that OpenAI has
 published are known by their SHA-256; any other one has a sidecar beside it, `FILE.json`, that says it, and that is
 obeyed beside a known one too. Ids below the largest rank are ranks or special tokens, none is missing.
+
+A tekken.json, which is Mistral's, holds its pattern, ranks and special tokens. The latter have the first ids, and the
+rank of each other token is counted from behind them. Only as many tokens count as the vocabulary's stated size leaves
+room for; files hold more. A special token's name in a text is text, as in Mistral's own library, so that only what a
+program puts there is one.
 """
 
 import base64
@@ -21,6 +26,13 @@ from threefold.errors import StorageError, UserError, quoted
 SUFFIX = ".tiktoken"
 MAX_RANK_FILE_BYTES, MAX_SIDECAR_BYTES = 32 << 20, 4 << 20
 MAX_ID = (1 << 31) - 2  # ids are stored as int32
+MAX_TEKKEN_BYTES = 128 << 20
+_WITHOUT_SPECIAL_TOKENS = ("v1", "v2", "v3", "v7")  # versions whose files may leave them out: they are these
+_SPECIAL_TOKENS = [
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+]  # fmt: skip
 _FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -97,10 +109,8 @@ def read_rank_file(path: Path, content: bytes) -> RankFile:
         )
     encoding = _read_encoding(path, content)
     ranks = _parse_ranks(path, content, encoding.special_tokens)
-    said = {"pattern": encoding.pattern, "special_tokens": encoding.special_tokens}
-    digest = xxhash.xxh3_128(content)
-    digest.update(orjson.dumps(said, option=orjson.OPT_SORT_KEYS))
-    return RankFile(ranks, encoding, digest.hexdigest())
+    sidecar = orjson.dumps(encoding, option=orjson.OPT_SORT_KEYS)
+    return RankFile(ranks, encoding, xxhash.xxh3_128_hexdigest(content + sidecar))
 
 
 def sidecar_path(path: Path) -> Path:
@@ -113,7 +123,7 @@ def _read_encoding(path: Path, content: bytes) -> Encoding:
     try:
         if sidecar.stat().st_size > MAX_SIDECAR_BYTES:
             raise UserError(f"{sidecar} is larger than {MAX_SIDECAR_BYTES} bytes", hint=f"ls -l {quoted(sidecar)}")
-        said = sidecar.read_bytes()
+        stated = sidecar.read_bytes()
     except FileNotFoundError:
         known = _PUBLISHED.get(hashlib.sha256(content).hexdigest())
         if known is None:
@@ -125,7 +135,7 @@ def _read_encoding(path: Path, content: bytes) -> Encoding:
     except OSError as error:
         raise StorageError(f"cannot read {sidecar}: {error.strerror}", hint=f"ls -l {quoted(sidecar)}") from error
     try:
-        return _parse_sidecar(orjson.loads(said))
+        return _parse_sidecar(orjson.loads(stated))
     except ValueError as error:  # invalid JSON is one too
         raise UserError(f"{sidecar}: {error}", hint=f"python -m json.tool {quoted(sidecar)}") from None
 
@@ -170,11 +180,9 @@ def _parse_ranks(path: Path, content: bytes, special_tokens: dict[str, int]) -> 
         if token in ranks:
             raise _fault(path, line, f"the token {token!r:.40} was given in line {lines[ranks[token]]} already")
         ranks[token], lines[rank] = rank, line
-    for byte in range(256):
-        if bytes([byte]) not in ranks:
-            raise UserError(
-                f"{path} has no token for the byte 0x{byte:02x}: is it complete?", hint=f"wc -l {quoted(path)}"
-            )
+    byte = _missing_byte(ranks)
+    if byte is not None:
+        raise UserError(f"{path} has no token for the byte {byte}: is it complete?", hint=f"wc -l {quoted(path)}")
     known = sorted(lines.keys() | {number for number in special if number < max(lines)})
     for missing, rank in enumerate(known):
         if rank != missing:
@@ -191,3 +199,84 @@ def _parse_rank(text: bytes) -> int:
 
 def _fault(path: Path, line: int, message: str) -> UserError:
     return UserError(f"{path}, line {line}: {message}", hint=f"sed -n {line}p {quoted(path)}")
+
+
+def is_tekken(path: Path, content: bytes) -> bool:
+    """Return whether a file is a tekken.json, by what only such a one says."""
+    return path.suffix == ".json" and b'"default_num_special_tokens"' in content and b'"token_bytes"' in content
+
+
+def read_tekken(path: Path, content: bytes) -> RankFile:
+    """Parse the content of a tekken.json; UserError names the entry that is wrong."""
+    if len(content) > MAX_TEKKEN_BYTES:
+        raise UserError(
+            f"{path} has {len(content)} bytes, more than {MAX_TEKKEN_BYTES}", hint=f"head -c 300 {quoted(path)}"
+        )
+    try:
+        raw = orjson.loads(content)
+        config = _typed(_typed(raw, dict, "the file")["config"], dict, "config")
+        pattern = _typed(config["pattern"], str, "config.pattern")
+        num_special = _typed(config["default_num_special_tokens"], int, "config.default_num_special_tokens")
+        vocab_size = _typed(config["default_vocab_size"], int, "config.default_vocab_size")
+        if not 0 <= num_special < vocab_size <= MAX_ID:
+            raise ValueError(f"{num_special} special tokens in a vocabulary of {vocab_size}")
+        special = _special_tokens(raw.get("special_tokens"), num_special, str(config.get("version")))
+        ranks = _ranks(_typed(raw["vocab"], list, "vocab"), vocab_size - num_special, num_special)
+    except (KeyError, ValueError) as error:  # invalid JSON is one too
+        what = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path}: {what}", hint=f"head -c 300 {quoted(path)}") from None
+    return RankFile(ranks, Encoding(pattern, special), xxhash.xxh3_128_hexdigest(content), num_special, False)
+
+
+def _special_tokens(raw: Any, count: int, version: str) -> dict[str, int]:
+    """Return the ids of the special tokens by name; those that the file leaves out have names of their number."""
+    if raw is None:
+        if version not in _WITHOUT_SPECIAL_TOKENS:
+            raise ValueError(f'it has no "special_tokens", which version {version} needs')
+        raw = [{"rank": number, "token_str": name} for number, name in enumerate(_SPECIAL_TOKENS)]
+    tokens: dict[str, int] = {}
+    for number, entry in enumerate(_typed(raw, list, "special_tokens")):
+        place = f"special_tokens[{number}]"
+        name = _typed(_typed(entry, dict, place)["token_str"], str, f"{place}.token_str")
+        rank = _typed(entry["rank"], int, f"{place}.rank")
+        if not 0 <= rank < count or rank in tokens.values() or name in tokens:
+            raise ValueError(f"{place}: {name!r} with the rank {rank}, of {count}, is there twice or out of range")
+        tokens[name] = rank
+    for number in range(len(tokens), count):
+        if number in tokens.values() or f"<SPECIAL_{number}>" in tokens:
+            raise ValueError(f"special_tokens: {len(tokens)} tokens are not numbered from 0")
+        tokens[f"<SPECIAL_{number}>"] = number
+    return tokens
+
+
+def _ranks(vocab: list[Any], count: int, first_id: int) -> dict[bytes, int]:
+    """Return the ids of the first tokens by their bytes."""
+    if len(vocab) < count:
+        raise ValueError(f"vocab has {len(vocab)} tokens, {count} are needed")
+    ranks: dict[bytes, int] = {}
+    for number, entry in enumerate(vocab[:count]):
+        place = f"vocab[{number}]"
+        encoded = _typed(_typed(entry, dict, place)["token_bytes"], str, f"{place}.token_bytes")
+        try:
+            token = base64.b64decode(encoded, validate=True)
+        except binascii.Error:
+            raise ValueError(f"{place}.token_bytes is not base64: {encoded!r:.40}") from None
+        if entry["rank"] != number or not token or token in ranks:
+            raise ValueError(
+                f"{place}: {token!r:.40} with the rank {entry['rank']!r:.20} is empty, there twice or astray"
+            )
+        ranks[token] = first_id + number
+    byte = _missing_byte(ranks)
+    if byte is not None:
+        raise ValueError(f"vocab has no token for the byte {byte}")
+    return ranks
+
+
+def _missing_byte(ranks: dict[bytes, int]) -> str | None:
+    return next((f"0x{byte:02x}" for byte in range(256) if bytes([byte]) not in ranks), None)
+
+
+def _typed(value: Any, kind: type, place: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{place} must be of type {kind.__name__}, not {value!r:.40}")
+    return value

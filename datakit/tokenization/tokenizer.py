@@ -17,14 +17,70 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from datakit.files.durable import reading
+from datakit.files.durable import reading, url_behind
+from datakit.files.remote_file import is_url
 from datakit.tokenization.encoded import Ids
 from datakit.tokenization.identity import TokenizerIdentity
-from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
-from datakit.tokenization.tekken import is_tekken, read_tekken
-from datakit.tokenization.tokenizer_path import NAMES, TRAIN_HINT, tokenizer_path
-from threefold.errors import UserError, quoted
+from datakit.tokenization.rank_file import RankFile, is_rank_file, is_tekken, read_rank_file, read_tekken, sidecar_path
+from threefold.errors import UserError, listing, quoted
 from threefold.packages import needed_for
+from threefold.storage.hub import download_command, folder_of, is_hub_name
+from threefold.storage.mistyped import refuse_mistyped
+
+SUFFIXES = (".json", ".model", ".tiktoken")
+NAMES = tuple(f"tokenizer{suffix}" for suffix in SUFFIXES)  # as model folders and token stores have them
+TRAIN_HINT = "datakit train-tokenizer INPUT... --vocab-size 32768 --output tok.json"
+
+
+def tokenizer_path(place: str | os.PathLike[str]) -> Path:
+    """Return the path of a tokenizer's file: the one named, or that in a folder of a model or a store.
+
+    UserError if there is none, with what was perhaps meant and how to come by it.
+    """
+    named = os.fspath(place)
+    refuse_mistyped(named)
+    path = Path(named)
+    if url := url_behind(path):
+        raise _not_here(named if is_url(named) else url)
+    if path.is_dir():
+        return _in_folder(path)
+    if os.path.lexists(path) and path.suffix not in SUFFIXES:
+        raise UserError(
+            f"{path} is neither a tokenizer.json nor a sentencepiece .model file nor a .tiktoken file", hint=TRAIN_HINT
+        )
+    if path.suffix in SUFFIXES:
+        return path
+    name = named.removeprefix("hf:")
+    if is_hub_name(name):
+        raise _on_the_hub(named, name)
+    raise UserError(f"no such tokenizer: {path}", hint=TRAIN_HINT)
+
+
+def _in_folder(folder: Path) -> Path:
+    file = next((folder / name for name in (*NAMES, "tekken.json") if (folder / name).is_file()), None)
+    if file is None:
+        raise UserError(f"the folder {folder} holds no {', '.join(NAMES)}", hint=listing(folder))
+    return file
+
+
+def _not_here(url: str) -> UserError:
+    scheme, _, rest = url.partition("://")
+    if scheme == "hf":
+        return _on_the_hub(url, "/".join(rest.removesuffix("/tokenizer.json").split("/")[:2]))
+    return UserError(
+        f"a tokenizer is a file of this machine, and {url} is not",
+        hint=f"copy it to a file tok.json first, then --tokenizer tok.json; {scheme}:// is for corpora and stores",
+    )
+
+
+def _on_the_hub(named: str, name: str) -> UserError:
+    """Return the error for the name of a model, with the command that fetches its tokenizer."""
+    file = quoted(f"{folder_of(name)}/tokenizer.json")
+    return UserError(
+        f"{named!r} is not a file here but a name on the Hugging Face Hub, and tokenizers are read from files",
+        hint=f"{download_command(name, 'tokenizer.json')}, then --tokenizer {file}",
+    )
+
 
 DEFAULT_EOD = "<|endoftext|>"
 MAX_FILE_BYTES = 1 << 30
@@ -63,8 +119,9 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     with reading(file):
         try:
             if (num_bytes := file.stat().st_size) > MAX_FILE_BYTES:
-                what = f"{file} has {num_bytes} bytes, more than a tokenizer's {MAX_FILE_BYTES}"
-                raise UserError(what, hint=TRAIN_HINT)
+                raise UserError(
+                    f"{file} has {num_bytes} bytes, more than a tokenizer's {MAX_FILE_BYTES}", hint=TRAIN_HINT
+                )
             content = file.read_bytes()
         except FileNotFoundError:
             raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
@@ -143,8 +200,8 @@ class JsonTokenizer:
         return str(self._library.decode(np.asarray(ids, np.uint32).tolist(), skip_special_tokens=False))
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._library.token_to_id(token)
-        return found
+        number = self._library.token_to_id(token)
+        return None if number is None else int(number)
 
 
 class SentencePieceTokenizer:
@@ -167,10 +224,11 @@ class SentencePieceTokenizer:
 
     def added_tokens(self) -> list[str]:
         library = self._library  # its user-defined symbols are pieces like any other
-        outside = [
-            number for number in range(self.vocab_size) if library.is_control(number) or library.is_unknown(number)
+        return [
+            str(library.id_to_piece(number))
+            for number in range(self.vocab_size)
+            if library.is_control(number) or library.is_unknown(number)
         ]
-        return [str(library.id_to_piece(number)) for number in outside]
 
     def decode(self, ids: npt.ArrayLike) -> str:
         return str(self._library.decode(np.asarray(ids, np.uint32).tolist()))
@@ -212,10 +270,8 @@ class TiktokenTokenizer:
 
     def _encode(self, number: int, text: str) -> Ids:
         with _told(self.kind, number, text):
-            ids: Ids = self._library.encode_to_numpy(
-                text, allowed_special="all" if self._file.reads_special else set(), disallowed_special=()
-            )
-            return ids
+            special = "all" if self._file.reads_special else set[str]()
+            return np.asarray(self._library.encode_to_numpy(text, allowed_special=special, disallowed_special=()))
 
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), ()

@@ -1,8 +1,14 @@
 """Training a byte-level BPE tokenizer, so that text is all one needs to begin.
 
-Byte-pair encoding: Sennrich et al. 2016; over bytes: Radford et al. 2019.
+Byte-pair encoding: Sennrich et al. 2016; over bytes: Radford et al. 2019. It reads all texts of the input, or a sample
+of them that is the same each time.
+
+A sample is of documents over all inputs: those with the smallest hashes of their places, so many as fit into its bytes.
+Of inputs much larger than it some hundred places are read, each some MiB; files that are compressed or of columns can
+only be read whole. Memory is the sample's.
 """
 
+import heapq
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,16 +17,100 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import xxhash
+
 from datakit.files.durable import replace_durably, url_behind, writing
-from datakit.text.documents import DocumentRules
+from datakit.text.documents import DocumentReader, DocumentRules
+from datakit.text.formats import is_lines
 from datakit.text.hf_datasets import Input, paths_of
-from datakit.text.inputs import find_inputs
+from datakit.text.inputs import FileSlice, InputFile, cut, default_item_bytes, find_inputs
 from datakit.text.spool import Spool
 from datakit.tokenization.rank_file import LLAMA3_PATTERN, QWEN_PATTERN
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, open_tokenizer
-from datakit.tokenization.training_texts import TrainingTexts
 from threefold.errors import UserError, quoted
 from threefold.storage.folders import make_folders
+
+READ_PER_BYTE = 8  # of the input for each byte of the sample
+_NUM_PLACES, _MIN_FILES, _MIN_BYTES = 256, 8, 1 << 20
+
+
+class TrainingTexts:
+    """An iterable of texts; it counts the documents that it yields, skips, and yields with lone surrogates replaced.
+
+    `share` is how much of the input was read, for a thread that shows it.
+    """
+
+    def __init__(self, files: Sequence[InputFile], rules: DocumentRules, max_bytes: int | None = None) -> None:
+        self._files, self._rules, self._max_bytes = files, rules, max_bytes
+        self.num_documents = self.num_skipped = self.num_replaced = self.text_bytes = 0
+        self.share = 0.0
+
+    def __iter__(self) -> Iterator[str]:
+        parts = [(FileSlice(file, 0, file.size_bytes), file.size_bytes) for file in self._files]
+        everything = (text for _, text in self._read(parts))
+        for text in everything if self._max_bytes is None else sample(self._read(self._places()), self._max_bytes):
+            self.num_documents += 1
+            self.text_bytes += len(text.encode())
+            yield text
+        self.share = 1.0
+
+    def _places(self) -> list[tuple[FileSlice, int]]:
+        """Return the slices that a sample is read from, each with how many bytes of it are read, in order."""
+        read_bytes = READ_PER_BYTE * (self._max_bytes or 0)
+        most = max(_MIN_BYTES, read_bytes // _NUM_PLACES)
+        items = cut(self._files, default_item_bytes(self._files), split_txt=self._rules.txt_split == "line")
+        slices = [part for item in items for part in item.slices]
+        chosen: list[tuple[int, int]] = []
+        total = 0
+        for number in sorted(range(len(slices)), key=lambda number: _hash(f"slice {number}")):
+            size = slices[number].stop - slices[number].start
+            if is_lines(slices[number].file.kind) and not slices[number].file.compression:
+                size = min(size, most)
+            chosen.append((number, size))
+            total += size
+            if total >= read_bytes and len(chosen) >= _MIN_FILES:
+                break
+        return [(slices[number], size) for number, size in sorted(chosen)]
+
+    def _read(self, parts: Sequence[tuple[FileSlice, int]]) -> Iterator[tuple[str, str]]:
+        """Yield a name of the place and the text of each document, of each slice up to so many bytes."""
+        total, done = max(1, sum(size for _, size in parts)), 0
+        for number, (part, size) in enumerate(parts):
+            reader, read = DocumentReader(part, self._rules), 0
+            for count, document in enumerate(reader):
+                yield f"{number} {count}", document.text
+                read += document.input_bytes
+                self.share = (done + min(read, size)) / total
+                if read >= size < part.stop - part.start:
+                    break
+            done += size
+            self.num_skipped += reader.skipped.total()
+            self.num_replaced += reader.num_replaced
+
+
+def sample(texts: Iterator[tuple[str, str]], max_bytes: int) -> list[str]:
+    """Return the texts whose names have the smallest hashes, in their order, as many as fit into `max_bytes`.
+
+    A text that is larger by itself is left out; if all are, it is the begin of one.
+    """
+    heap: list[tuple[int, int, str]] = []  # the largest hash first
+    total, largest = 0, ""
+    for number, (name, text) in enumerate(texts):
+        size = len(text.encode())
+        if size > max_bytes:
+            largest = largest or text[:max_bytes]
+            continue
+        heapq.heappush(heap, (-_hash(name), number, text))
+        total += size
+        while total > max_bytes:
+            total -= len(heapq.heappop(heap)[2].encode())
+    chosen = [text for _, _, text in sorted(heap, key=lambda entry: entry[1])]
+    return chosen or [largest.encode()[:max_bytes].decode(errors="ignore")] * bool(largest)
+
+
+def _hash(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode())
+
 
 NUM_BYTES = 256
 SHOWN_EVERY_S = 0.5
@@ -110,8 +200,8 @@ class TokenizerTraining:
         with writing(path):
             make_folders(path.parent)
             replace_durably(path, library.to_str(pretty=True).encode())
-        seconds = time.monotonic() - started_s
-        return TrainedTokenizer(open_tokenizer(path), texts.num_documents, texts.text_bytes, texts.num_skipped, seconds)
+        counts = texts.num_documents, texts.text_bytes, texts.num_skipped
+        return TrainedTokenizer(open_tokenizer(path), *counts, time.monotonic() - started_s)
 
     def _doing(self, texts: TrainingTexts) -> str:
         """Return what the training does now."""
@@ -162,18 +252,15 @@ def made_pretokenizer(name: Pretokenizer) -> Any:
     from tokenizers import pre_tokenizers as library
 
     words = library.ByteLevel(add_prefix_space=False)
-    before = {
-        "digits": library.Digits(individual_digits=True),
-        "punctuation": library.Punctuation(behavior="isolated"),
-        "unicode-scripts": library.UnicodeScripts(),
+    as_bytes = library.ByteLevel(add_prefix_space=False, use_regex=False)
+    steps = {
+        "digits": [library.Digits(individual_digits=True), words],
+        "punctuation": [library.Punctuation(behavior="isolated"), words],
+        "unicode-scripts": [library.UnicodeScripts(), words],
+        "llama3": [library.Split(Regex(LLAMA3_PATTERN), "isolated"), as_bytes],
+        "qwen": [library.Split(Regex(QWEN_PATTERN), "isolated"), as_bytes],
     }
-    if name in before:
-        return library.Sequence([before[name], words])
-    patterns = {"llama3": LLAMA3_PATTERN, "qwen": QWEN_PATTERN}
-    if name in patterns:
-        as_bytes = library.ByteLevel(add_prefix_space=False, use_regex=False)
-        return library.Sequence([library.Split(Regex(patterns[name]), "isolated"), as_bytes])
-    return words
+    return library.Sequence(steps[name]) if name in steps else words
 
 
 @contextmanager

@@ -17,8 +17,7 @@ import zstandard
 from tokenizers import Tokenizer as Library
 
 from datakit import Recipe, TokenStore, preprocess, verify
-from datakit.dedup.duplicates import Duplicates
-from datakit.dedup.item_hashes import ItemHasher, find_duplicates
+from datakit.dedup.duplicates import Duplicates, ItemHasher, find_duplicates
 from datakit.format.output import Output
 from datakit.store.item_records import RECORDS_FOLDER
 from datakit.text.documents import DocumentReader, DocumentRules

@@ -8,8 +8,7 @@ import pytest
 import xxhash
 
 from datakit.dedup import item_hashes as module
-from datakit.dedup.duplicates import ItemHashes
-from datakit.dedup.item_hashes import ItemHasher, read_hashes
+from datakit.dedup.duplicates import ItemHasher, ItemHashes, read_hashes
 from datakit.format.output import Output
 from datakit.store.item_records import Progress
 from datakit.text.documents import DocumentRules

@@ -26,7 +26,7 @@ DOCUMENTS = [[3, 1, 2], [], [5] * 400, [7], [], [9, 8]]
 def write_dataset(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16") -> Path:
     writer = ShardWriter(prefix, dtype)
     for document in documents:
-        writer.add(np.array(document, writer.dtype).tobytes())
+        writer.extend(np.array(document, writer.dtype).tobytes(), [len(document)])
     writer.finish()
     return prefix
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from datakit.foreign.foreign_index import choose_column, require_dtype
 from datakit.foreign.foreign_store import Choices
-from datakit.foreign.token_column import choose_column, require_dtype
 from threefold.errors import UserError
 
 COLUMNS = [("url", "str"), ("ids", "int32"), ("mask", "int32"), ("meta", "pkl")]

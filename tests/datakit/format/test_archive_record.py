@@ -51,7 +51,7 @@ def test_random_bytes_are_no_record(data: bytes) -> None:
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
-    "format": ("threefold-token-store", "no archive's record: format"),
+    "format": ("threefold-token-store", "it is not an archive's record: format"),
     "version": (2, "has version 2, this program reads version 1"),
     "level": (-1, "level is -1"),
     "frame_bytes": (0, "frames of 0 bytes"),

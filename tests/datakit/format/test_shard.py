@@ -19,7 +19,7 @@ from threefold.errors import CheckFailed, StorageError
 def write(stem: Path, documents: list[list[int]], dtype: str = "uint16") -> TokenShard:
     writer = ShardWriter(stem, dtype)
     for document in documents:
-        writer.add(np.array(document, writer.dtype).tobytes())
+        writer.extend(np.array(document, writer.dtype).tobytes(), [len(document)])
     writer.finish()
     return TokenShard(stem)
 

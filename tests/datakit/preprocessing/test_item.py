@@ -15,8 +15,8 @@ from tokenizers.processors import TemplateProcessing
 
 from datakit import Recipe, TokenShard
 from datakit.format.output import Output
-from datakit.preprocessing.item import ItemEncoder
 from datakit.preprocessing.recipe import RULES_VERSION
+from datakit.preprocessing.task import ItemEncoder
 from datakit.store.item_records import RECORDS_FOLDER, ItemRecord, Progress, read_records
 from datakit.text.inputs import FileSlice, WorkItem, find_inputs
 from datakit.tokenization.encoder import ReferenceEncoder

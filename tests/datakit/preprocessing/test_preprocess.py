@@ -125,7 +125,7 @@ def test_split_shares_the_documents_by_their_text(
 
 def test_shards_end_where_they_are_full(tmp_path: Path, corpus: Path, tokenizer_path: str, texts: list[str]) -> None:
     from datakit.format.output import Output
-    from datakit.preprocessing.item import ItemEncoder
+    from datakit.preprocessing.task import ItemEncoder
     from datakit.store.item_records import read_records
     from datakit.text.inputs import cut, find_inputs
     from datakit.tokenization.encoder import ReferenceEncoder

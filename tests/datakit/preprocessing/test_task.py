@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from datakit import Recipe
-from datakit.dedup.item_hashes import ItemHasher, read_hashes
+from datakit.dedup.duplicates import ItemHasher, read_hashes
 from datakit.format.output import Output
 from datakit.format.tags import Tag
-from datakit.preprocessing.item import ItemEncoder
 from datakit.preprocessing.ray_pool import _Sealer
-from datakit.preprocessing.task import HASH, Task
+from datakit.preprocessing.task import HASH, ItemEncoder, Task
 from datakit.text.inputs import cut, find_inputs
 from datakit.tokenization.fast_encoder import Terms
 from datakit.tokenization.identity import TokenizerIdentity

@@ -130,7 +130,7 @@ ROOT = Path(__file__).parents[3]
 KILLED = """
 import os, signal, sys
 from datakit import archive
-from datakit.store.file_threads import FileThreads
+from datakit.store.archiving import FileThreads
 def until_killed(self, blocks):
     for block in blocks:
         yield block

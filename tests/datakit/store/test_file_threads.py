@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from datakit.store.file_threads import FileThreads
+from datakit.store.archiving import FileThreads
 from threefold.errors import UserError
 
 
@@ -80,7 +80,7 @@ def test_an_interrupt_ends_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in threads.until_ended(itertools.repeat(b"")):
             pass
 
-    monkeypatch.setattr("datakit.store.file_threads.wait", interrupt)
+    monkeypatch.setattr("datakit.store.archiving.wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         threads.map(work, range(3), print)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from datakit.text.documents import DocumentRules
 from datakit.text.inputs import find_inputs
-from datakit.tokenization.training_texts import TrainingTexts, sample
+from datakit.tokenization.tokenizer_training import TrainingTexts, sample
 
 
 @given(st.lists(st.text(max_size=30), max_size=60), st.integers(1, 400))
