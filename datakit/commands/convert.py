@@ -64,8 +64,7 @@ def kept_beside(source: str) -> str | None:
     from datakit.format.manifest import FILE_NAME, Manifest
 
     folder = Path(source).parent
-    keeps = (folder / FILE_NAME).is_file() and Manifest.read(folder).tokenizer_files
-    return str(folder) if keeps else None
+    return str(folder) if (folder / FILE_NAME).is_file() and Manifest.read(folder).tokenizer_files else None
 
 
 def _convert_to_store(options: Options) -> None:

@@ -78,8 +78,7 @@ def run(options: Options) -> None:
     from datakit.preprocessing.preprocess import preprocess
     from datakit.preprocessing.recipe import Recipe
 
-    names = [field.name for field in fields(Recipe) if hasattr(options, field.name)]
-    recipe = Recipe(**{name: getattr(options, name) for name in names})
+    recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe) if hasattr(options, key.name)})
     with live() as shown:
         summary = preprocess(
             options.inputs,

@@ -133,8 +133,8 @@ class Duplicates:
     def of_item(self, number: int) -> "ItemDuplicates":
         """Return the duplicates of one item, to be left out once."""
         at = _HEADER.size + number * _ITEM.itemsize
-        [row] = np.frombuffer(self._output.read_range(_KEY, at, at + _ITEM.itemsize), _ITEM).tolist()
-        begin, num_duplicates, num_documents = row
+        row = np.frombuffer(self._output.read_range(_KEY, at, at + _ITEM.itemsize), _ITEM)[0]
+        begin, num_duplicates, num_documents = row.tolist()
         return ItemDuplicates(self._ordinals(begin, begin + num_duplicates), num_documents)
 
     def _ordinals(self, begin: int, end: int) -> Iterator[int]:

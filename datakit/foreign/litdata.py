@@ -89,8 +89,7 @@ def _layout(config: ForeignIndex, choices: Choices, has_dim: bool) -> _Layout:
     if level not in ("chunk", "batch", "sample"):
         raise UserError(f"{place} has compression_level {level!r}; chunk, batch and sample are read", hint=_HOW)
     formats = config.texts("data_format")
-    names = _leaf_names(config, len(formats))
-    leaf = _choose_leaf(place, names, formats, choices)
+    leaf = _choose_leaf(place, _leaf_names(config, len(formats)), formats, choices)
     if loader == "TokensLoader" and (len(formats) != 1 or leaf.form in _HEADED):
         raise damaged(f"{place} is of a TokensLoader but has data_format {formats}")
     return _Layout(level if compression else "", 0 if loader == "TokensLoader" else len(formats), leaf)

@@ -52,11 +52,7 @@ class Output:
         self._held: Note | None = None
         name = f"datakit-{os.getuid()}-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
         self.work = self.folder / WORK_FOLDER if self.folder else temporary_folder() / name
-
-    @property
-    def scratch(self) -> Path:
-        """The local folder for what is not sealed yet; each encoder has a folder of its own in it."""
-        return self.work / "shards"
+        self.scratch = self.work / "shards"  # for what is not sealed yet; each encoder has a folder of its own in it
 
     def part(self, part: str) -> str:
         """How one of the output's stores is named."""

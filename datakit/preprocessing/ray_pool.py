@@ -32,18 +32,22 @@ class RayPool(Closing):
     def __init__(self, num_workers: int, *, address: str | None) -> None:
         """Join the cluster at an address ("auto" finds the one of this machine), or start one here where it is None."""
         self._ray = _import_ray()
-        paths = os.pathsep.join(search_path())
-        environment = {"env_vars": {**WORKER_ENVIRONMENT, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}}
+        variables = {"PYTHONPATH": os.pathsep.join(search_path()), "PYTHONSAFEPATH": "1"}
         options: dict[str, Any] = {"_node_ip_address": "127.0.0.1"} if (address or "").startswith("127.") else {}
         try:
             _check_answers(address)
             with chdir(os.sep):  # Ray lets its workers import from the folder that is current here
-                self._ray.init(address, log_to_driver=False, logging_level="error", runtime_env=environment, **options)
+                self._ray.init(
+                    address,
+                    log_to_driver=False,
+                    logging_level="error",
+                    runtime_env={"env_vars": WORKER_ENVIRONMENT | variables},
+                    **options,
+                )
         except (OSError, ValueError, RuntimeError) as error:
             raise StorageError(f"no Ray cluster answers at {address}: {error}", hint="ray status") from error
         self._actor = self._ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(_Sealer)
-        num_cpus = int(self._ray.cluster_resources().get("CPU", 0))
-        self._num_workers = max(min(num_workers, num_cpus), 1)
+        self._num_workers = max(min(num_workers, int(self._ray.cluster_resources().get("CPU", 0))), 1)
         self._num_failed_starts = 0
         self._starting: dict[Any, Any] = {}  # what ends when an actor found its place, and the actor
 

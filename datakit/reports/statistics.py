@@ -177,8 +177,7 @@ class _LengthCounts:
         num_documents = int(ranks[-1])
 
         def at(percent: int) -> int:
-            rank = max(1, -(-percent * num_documents // 100))
-            return int(lengths[np.searchsorted(ranks, rank)])
+            return int(lengths[np.searchsorted(ranks, max(1, -(-percent * num_documents // 100)))])
 
         mean = int((lengths * counts).sum()) / num_documents
         return Lengths(at(0), at(50), at(90), at(99), at(100), mean)

@@ -67,8 +67,7 @@ class FileThreads:
             unfinished = set(futures)
             try:
                 while unfinished := wait(unfinished, timeout=self._report_every_s).not_done:
-                    num_done = len(files) - len(unfinished)
-                    report(f"{num_done}/{len(files)} files, {self._num_bytes / 1e6:,.1f} MB")
+                    report(f"{len(files) - len(unfinished)}/{len(files)} files, {self._num_bytes / 1e6:,.1f} MB")
             finally:  # an interrupt comes up here, in the main thread
                 self._ended.set()
         for future in futures:

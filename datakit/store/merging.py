@@ -95,12 +95,13 @@ def _merged_settings(manifests: list[Manifest]) -> dict[str, Any]:
         if name != "merged"
         and all(name in manifest.settings and manifest.settings[name] == value for manifest in manifests)
     }
-    merged = [
-        {
-            "fingerprint": manifest.fingerprint,
-            "num_shards": len(manifest.shards),
-            "settings": {name: value for name, value in manifest.settings.items() if name not in common},
-        }
-        for manifest in manifests
-    ]
-    return common | {"merged": merged}
+    return common | {
+        "merged": [
+            {
+                "fingerprint": manifest.fingerprint,
+                "num_shards": len(manifest.shards),
+                "settings": {name: value for name, value in manifest.settings.items() if name not in common},
+            }
+            for manifest in manifests
+        ]
+    }

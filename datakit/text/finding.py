@@ -128,8 +128,10 @@ def _stored(folder: str) -> UserError | None:
     if checkpoint := checkpoint_in(folder):
         return UserError(f"{folder} is not text but {checkpoint}", hint=f"ckptkit inspect {quoted(folder)}")
     if os.path.isfile(f"{folder}/manifest.json") and glob.glob(f"{glob.escape(folder)}/shard-*.bin"):
-        hint = f"datakit inspect {quoted(folder)}; several stores become one with datakit merge"
-        return UserError(f"{folder} is not text but a token store", hint=hint)
+        return UserError(
+            f"{folder} is not text but a token store",
+            hint=f"datakit inspect {quoted(folder)}; several stores become one with datakit merge",
+        )
     return None
 
 

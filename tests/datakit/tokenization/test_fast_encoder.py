@@ -12,9 +12,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from datakit.tokenization import fast_encoder
-from datakit.tokenization.encoder import Encoder, open_encoder
+from datakit.tokenization.encoder import PROBE, Encoder, open_encoder
 from datakit.tokenization.fast_encoder import GigatokenEncoder
-from datakit.tokenization.probe import PROBE
 from datakit.tokenization.tokenizer import JsonTokenizer, TextFault, Tokenizer, open_tokenizer
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.just("a<|endoftext|> b"), max_size=20)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.encoder import choose_backend, open_encoder
-from datakit.tokenization.fast_encoder import GigatokenEncoder
+from datakit.tokenization.fast_encoder import GigatokenEncoder, _table, has_drift
 from datakit.tokenization.rank_file import (
     GPT2_PATTERN,
     LLAMA3_PATTERN,
@@ -26,7 +26,6 @@ from datakit.tokenization.rank_file import (
     TEKKEN_PATTERN,
 )
 from datakit.tokenization.tokenizer import DEFAULT_EOD, open_tokenizer
-from datakit.tokenization.unicode_drift import _table, has_drift
 from tests.datakit.conftest import Cli, ranks_of, write_jsonl
 
 Encode = Callable[[str], list[int]]

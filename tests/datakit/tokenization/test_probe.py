@@ -1,6 +1,6 @@
 """Probe: every token is in it, also where two overlap, and it stays small for any vocabulary."""
 
-from datakit.tokenization.probe import texts_of_tokens
+from datakit.tokenization.encoder import texts_of_tokens
 
 
 def test_tokens_that_overlap_are_put_together() -> None:

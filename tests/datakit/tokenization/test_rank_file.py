@@ -14,9 +14,8 @@ from tokenizers import Tokenizer as Library
 from datakit.reports.excerpt import pieces
 from datakit.store.token_store import TokenStore
 from datakit.tokenization import rank_file
-from datakit.tokenization.encoder import choose_backend
+from datakit.tokenization.encoder import PROBE, choose_backend
 from datakit.tokenization.fast_encoder import SPLITTERS, GigatokenEncoder
-from datakit.tokenization.probe import PROBE
 from datakit.tokenization.rank_file import (
     CL100K_PATTERN,
     GPT2_PATTERN,

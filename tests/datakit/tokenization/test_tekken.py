@@ -9,8 +9,7 @@ import pytest
 import tiktoken
 
 from datakit.store.token_store import TokenStore
-from datakit.tokenization.encoder import choose_backend, open_encoder
-from datakit.tokenization.probe import PROBE
+from datakit.tokenization.encoder import PROBE, choose_backend, open_encoder
 from datakit.tokenization.rank_file import TEKKEN_PATTERN
 from datakit.tokenization.tokenizer import open_tokenizer
 from tests.datakit.conftest import Cli, ranks_of, write_jsonl
