@@ -35,16 +35,21 @@ class Claim:
     result: Path
 
     @property
+    def root(self) -> Path:
+        """The tree that has the result."""
+        return self.result.parents[2]
+
+    @property
     def script(self) -> Path:
         """The benchmark that measured it."""
         words = self.row.command.split()
         name = next(word for word in words if word.startswith("benchmarks"))
-        return ROOT / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
+        return self.root / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
 
     @property
     def line(self) -> str:
         """The row of the table."""
-        row, result = self.row, self.result.relative_to(ROOT / "benchmarks").as_posix()
+        row, result = self.row, self.result.relative_to(self.root / "benchmarks").as_posix()
         figure, ratio = f"**{with_unit(row.value, row.unit)}**", "" if row.ratio is None else number(row.ratio)
         cells = (
             row.claim,
@@ -83,20 +88,20 @@ def main() -> int:
     return 0
 
 
-def all_claims() -> Iterator[Claim]:
+def all_claims(root: Path = ROOT) -> Iterator[Claim]:
     """Yield all claims beside results; ValueError that names a file whose rows have other keys."""
-    for path in sorted(ROOT.glob("benchmarks/*/results*.json")):
+    for path in sorted(root.glob("benchmarks/*/results*.json")):
         for entry in json.loads(path.read_text()):
             try:
                 yield Claim(Row(**entry), path.with_suffix(".md"))
             except TypeError as error:
-                raise ValueError(f"{path.relative_to(ROOT)}: {error}") from None
+                raise ValueError(f"{path.relative_to(root)}: {error}") from None
 
 
-def claims() -> list[Claim]:
+def claims(root: Path = ROOT) -> list[Claim]:
     """Return the newest of each claim of a kit."""
     newest: dict[tuple[str, str], Claim] = {}
-    for claim in sorted(all_claims(), key=lambda claim: claim.row.date):
+    for claim in sorted(all_claims(root), key=lambda claim: claim.row.date):
         newest[claim.result.parent.name, claim.row.claim] = claim
     return list(newest.values())
 
@@ -117,7 +122,7 @@ def faults(newest: list[Claim]) -> list[str]:
     for claim in newest:
         row, text = claim.row, claim.result.read_text().replace(",", "")
         if not claim.script.exists():
-            wrong.append(f"{row.claim}: there is no {claim.script.relative_to(ROOT)}")
+            wrong.append(f"{row.claim}: there is no {claim.script.relative_to(claim.root)}")
         values = (row.value, *row.peer.values(), *row.limit.values())
         missing = [value for value in values if number(value).replace(",", "") not in text]
         wrong += [f"{row.claim}: {number(value)} is not in {claim.result.name}" for value in missing]

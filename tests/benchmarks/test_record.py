@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.record import Record, ratio, rounded
-from tools import results_page
 from tools.results_page import ROOT, claims, page
 
 SCRIPTS = [path for path in sorted((ROOT / "benchmarks").rglob("*.py")) if "\nif __name__ == " in path.read_text()]
@@ -41,17 +40,14 @@ def test_a_benchmark_has_the_option_and_writes_claims(path: Path) -> None:
         pytest.param("ops", "dropout", marks=[pytest.mark.slow, pytest.mark.ci]),
     ],
 )
-def test_what_a_benchmark_writes_is_what_the_page_takes(
-    kit: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_benchmark_writes_is_what_the_page_takes(kit: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / "benchmarks" / kit / "results-2031-01-02.json"
     path.parent.mkdir(parents=True)
     words = [sys.executable, *QUICK[name], f"--record={path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert path.exists(), run.stderr
-    monkeypatch.setattr(results_page, "ROOT", tmp_path)
-    rows = claims()
+    rows = claims(tmp_path)
     text = page(rows)
     for claim in rows:
         assert f"| {claim.row.claim} | **" in text

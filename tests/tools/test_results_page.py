@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.record import ratio
-from tools import results_page
 from tools.results_page import KITS, PAGE, ROOT, all_claims, claims, faults, page
 
 
@@ -28,7 +27,7 @@ def test_a_ratio_is_that_of_the_values_beside_it() -> None:
         assert row.ratio == ratio(row.value, {**row.peer, **row.limit}), row.claim
 
 
-def test_a_newer_row_of_one_claim_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_row_of_one_claim_holds(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks" / "ops"
     folder.mkdir(parents=True)
     row = {
@@ -38,14 +37,13 @@ def test_a_newer_row_of_one_claim_holds(tmp_path: Path, monkeypatch: pytest.Monk
     for date, value in (("2031-01-02", 4000), ("2031-01-01", 5)):
         (folder / f"results-{date}.json").write_text(json.dumps([row | {"date": date, "value": value}]))
         (folder / f"results-{date}.md").write_text("2, and 5 ms, 1.5")
-    monkeypatch.setattr(results_page, "ROOT", tmp_path)
-    [newest] = claims()
+    [newest] = claims(tmp_path)
     assert newest.row.value == 4000
     assert "| a | **4,000 ms** | b: 2; b: 1.5 s | none | 2 | d | [2031-01-02](" in page([newest])
     assert faults([newest]) == ["a: there is no benchmarks/ops/norm.py", "a: 4,000 is not in results-2031-01-02.md"]
     (folder / "results-2031-01-03.json").write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=r"benchmarks/ops/results-2031-01-03.json: .*missing"):
-        claims()
+        claims(tmp_path)
 
 
 def test_the_readme_cites_one_figure_of_each_kit() -> None:
