@@ -44,10 +44,7 @@ def checked_tokenizer(place: str) -> Path:
     file = tokenizer_path(place)
     if Path(place).is_dir() and (Path(place) / FILE_NAME).is_file():
         for name, digest in Manifest.read(Path(place)).tokenizer_files.items():
-            copy = Path(place, name)
-            with reading(copy):
-                if not copy.is_file() or FileDigest.of(copy.read_bytes()) != digest:
-                    raise damaged(place, name, "is damaged: its checksum does not hold", "--tokenizer FILE is another")
+            _checked(place, name, digest, lambda name: _content(Path(place, name)), "--tokenizer FILE is another")
     return file
 
 
@@ -72,18 +69,35 @@ def open_copy(place: str, files: Mapping[str, FileDigest], read: Callable[[str],
         return None
     with tempfile.TemporaryDirectory(prefix="datakit-", dir=temporary_folder()) as folder:
         for name, digest in files.items():
-            if digest.size_bytes > MAX_FILE_BYTES:
-                raise damaged(place, name, f"has {digest.size_bytes} bytes, more than a tokenizer's {MAX_FILE_BYTES}")
-            content = read(name)
-            if content is None:
-                raise damaged(place, name, "is missing")
-            if FileDigest.of(content) != digest:
-                raise damaged(place, name, "is damaged: its checksum does not hold")
-            Path(folder, name).write_bytes(content)
+            Path(folder, name).write_bytes(_checked(place, name, digest, read))
         return open_tokenizer(Path(folder, next(iter(files))))
 
 
-def damaged(place: str, name: str, what: str, way_out: str = "--tokenizer FILE does without it") -> CheckFailed:
+def _checked(
+    place: str,
+    name: str,
+    digest: FileDigest,
+    read: Callable[[str], bytes | None],
+    way_out: str = "--tokenizer FILE does without it",
+) -> bytes:
+    """Return the bytes of a file of a copy, once they are those that the store was made with."""
+    if digest.size_bytes > MAX_FILE_BYTES:
+        what = f"has {digest.size_bytes} bytes, more than a tokenizer's {MAX_FILE_BYTES}"
+        raise damaged(place, name, what, way_out)
+    content = read(name)
+    if content is None:
+        raise damaged(place, name, "is missing", way_out)
+    if FileDigest.of(content) != digest:
+        raise damaged(place, name, "is damaged: its checksum does not hold", way_out)
+    return content
+
+
+def _content(path: Path) -> bytes | None:
+    with reading(path):
+        return path.read_bytes() if path.is_file() else None
+
+
+def damaged(place: str, name: str, what: str, way_out: str) -> CheckFailed:
     """Return the error for a copy that does not hold, with a way out."""
     return CheckFailed(
         f"{place}/{name}, the store's copy of its tokenizer, {what}",

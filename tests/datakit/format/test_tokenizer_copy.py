@@ -125,6 +125,22 @@ def test_damage_is_found_and_named(tmp_path: Path, corpus: Path, tokenizer_path:
     assert len(store.document(1))  # the tokens do not need it
 
 
+def test_a_copy_is_checked_alike_where_it_is_opened_and_where_another_store_takes_it(
+    tmp_path: Path, corpus: Path, rank_path: Path
+) -> None:
+    store = make(corpus, tmp_path / "store", rank_path)
+    sidecar = store.path / "tokenizer.tiktoken.json"
+    for act, what in ((lambda: sidecar.write_bytes(b"{}"), "is damaged"), (sidecar.unlink, "is missing")):
+        act()
+        for use, way_out in (
+            (store.open_tokenizer, "does without it"),
+            (lambda: make(corpus, "x", store.path), "is another"),
+        ):
+            with pytest.raises(CheckFailed, match=f"{sidecar}, the store's copy of its tokenizer, {what}") as caught:
+                use()
+            assert f"--tokenizer FILE {way_out}" in caught.value.hint
+
+
 def test_a_manifest_names_no_other_files(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
     store = make(corpus, tmp_path / "store", tokenizer_path)
     [digest] = store.manifest.tokenizer_files.values()
