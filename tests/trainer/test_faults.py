@@ -25,13 +25,14 @@ from tests.trainer.support.pass_faults import PASS_FAULTS
 from tests.trainer.support.plain_model import train
 from tests.trainer.support.threads import Deadlock, run_threads
 from tests.trainer.support.token_faults import TOKEN_FAULTS, turning_rows, windows
+from tests.trainer.support.void_faults import VOID_FAULTS
 from threefold.errors import UserError
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
-ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS, *PASS_FAULTS]
+ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS, *PASS_FAULTS, *VOID_FAULTS]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, round_vocab_to=1,
@@ -83,7 +84,9 @@ def compare_plain(config: Config) -> None:
 
 
 def compare(fault: Fault) -> None:
-    if fault.layout is None:
+    if fault.shows is not None:
+        fault.shows()
+    elif fault.layout is None:
         compare_plain(config_of(fault))
     elif fault.layout.ep > 1:
         compare_experts(fault.layout)

@@ -1,19 +1,15 @@
 """The verdict on a step: how gradients are scaled, and that nothing changes from the first bad step on."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
-from tests.support.checks import Different, require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
+from tests.trainer.support.void_faults import Causes, flat_config, require_same, states, trained, void_in_the_middle
 from threefold.errors import UserError
-from trainer.config import Config
-from trainer.engine import Engine
-from trainer.store.store import ParameterStore
 from trainer.verdict import Outcome, PendingStats, Verdict
 
 CPU = torch.device("cpu")
@@ -64,55 +60,6 @@ def test_after_a_bad_step_no_state_changes(precision: str) -> None:
     assert all(torch.equal(now, then) for now, then in zip(states(engine.store), before, strict=True))
 
 
-def states(store: ParameterStore) -> list[Tensor]:
-    return [state for bucket in store.buckets for state in (bucket.parameters, bucket.master, *bucket.states.values())]
-
-
-class Causes:
-    """Makes the steps of some numbers void, each once."""
-
-    def __init__(self, outcome: Outcome, *numbers: int) -> None:
-        self.outcome, self.numbers, self.judged = outcome, set(numbers), 0
-
-    def __call__(self, loss: Tensor, norm: Tensor) -> Tensor:
-        self.judged += 1
-        return torch.full_like(loss, self.outcome if self.judged in self.numbers else 0)
-
-
-def flat_config(precision: str, form: str) -> Config:
-    config = small(config_for("llama", ParallelLayout(), precision=precision))
-    return replace(
-        config, optim=replace(config.optim, schedule="constant"), ops=replace(config.ops, adamw=form),
-        model=replace(config.model, dropout=0.0),
-    )  # fmt: skip
-
-
-def trained(config: Config, batches: list[int], causes: Causes | None, *, is_late: bool) -> Engine:
-    """An engine after steps of these batches, each read at once, or when the next one is started."""
-    engine = make_engine(0, config)
-    if causes is not None:
-        engine.verdict.causes.append(causes)
-    pending: list[PendingStats] = []
-    for step, number in enumerate(batches):
-        pending.append(engine.start_step(step, local_batch(config, number, engine.mesh)))
-        if len(pending) > is_late:
-            pending.pop(0).read()
-    return engine
-
-
-def require_same(engine: Engine, expected: Engine) -> None:
-    for now, then in zip(states(engine.store), states(expected.store), strict=True):
-        require_equal(torch.equal(now, then), "state")
-
-
-def void_in_the_middle(precision: str = "fp64", form: str = "csrc", *, is_late: bool = False) -> Engine:
-    """Compare a run with two void steps with one that never had their batches."""
-    config = flat_config(precision, form)
-    engine = trained(config, [0, 5, 1, 6, 2, 3], Causes(Outcome.SKIPPED, 2, 4), is_late=is_late)
-    require_same(engine, trained(config, [0, 1, 2, 3], None, is_late=False))
-    return engine
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(("precision", "form"), [("fp64", "csrc"), ("bf16", "csrc"), ("fp32", "torch")])
 def test_a_void_step_changes_nothing_and_is_no_update(precision: str, form: str, *, is_late: bool) -> None:
@@ -152,38 +99,3 @@ def test_nothing_counts_until_a_step_is_repeated() -> None:
     for step in (1, 2, 3):
         assert engine.train_step(step, batches[step]).outcome is Outcome.COUNTS
     require_same(engine, trained(config, [0, 1, 2, 3], None, is_late=False))
-
-
-def counted(patch: pytest.MonkeyPatch) -> None:
-    real = Verdict.noting
-    patch.setattr(Verdict, "noting", lambda self: (real(self), lambda voids: None)[1])
-    patch.setattr(Verdict, "late_voids", lambda self: None)
-
-
-def changed_state(patch: pytest.MonkeyPatch) -> None:
-    real = Verdict.judge
-
-    def judge(self: Verdict, *arguments: Any) -> Tensor:
-        factor = real(self, *arguments)
-        self.is_void = torch.zeros_like(self.is_void)
-        return factor
-
-    patch.setattr(Verdict, "judge", judge)
-
-
-def read_too_late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Verdict, "late_voids", lambda self: None)
-
-
-@pytest.mark.parametrize(
-    ("name", "plant", "is_late"),
-    [
-        ("a void step counted", counted, False),
-        ("a void step changed the state", changed_state, False),
-        ("a void step that is not read yet counted", read_too_late, True),
-    ],
-)
-def test_void_steps_fail_if(name: str, plant: Any, *, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(Different):
-        void_in_the_middle(is_late=is_late)

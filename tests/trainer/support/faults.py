@@ -47,8 +47,8 @@ TP, PP, DP = ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)
 class Fault:
     """What is wrong, where it shows, and how to plant it; without a layout, plain torch shows it.
 
-    With ep > 1 the sums of a store that holds experts show it. `trips` is what an assertion of the trainer says that
-    sees it before parity does; it is not there under `python -O`.
+    With ep > 1 the sums of a store that holds experts show it, and with `shows` that comparison. `trips` is what an
+    assertion of the trainer says that sees it before parity does; it is not there under `python -O`.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Fault:
     micro_batch_size: int = 1
     trips: str = ""
     groups: tuple[GroupConfig, ...] = ()
+    shows: Callable[[], object] | None = None
 
 
 def skipping(kind: str, group: str) -> Callable[[Patch], None]:
