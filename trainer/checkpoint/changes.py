@@ -105,5 +105,7 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a reader; the value itself of a text, even if it is empty."""
-    return f"{value:g}" if isinstance(value, float) else repr(value) if value in ("", ()) else str(value)
+    """Return a value for a reader: entries of a file as sentences, the value itself of a text, even if it is empty."""
+    if isinstance(value, tuple) and all(map(dataclasses.is_dataclass, value)):
+        return " and then ".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else repr(value) if value == "" else str(value)

@@ -19,6 +19,10 @@ class GroupConfig:
         None, "times weight_decay; without it 1 for matrices, 0 for norms and biases", minimum=0
     )
 
+    def __str__(self) -> str:
+        decay = "" if self.decay_factor is None else f", decay_factor {self.decay_factor:g}"
+        return f"{self.pattern} with lr_factor {self.lr_factor:g}{decay}"
+
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from ckptkit import Root
+from ckptkit import Root, Run, hash_checkpoint
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.training import call, curve, lines
 from threefold.options import Leaf, leaves, without_none
@@ -119,6 +119,42 @@ def test_an_unchanged_resume_reports_nothing(
     said = capsys.readouterr().err
     assert "not bit for bit" not in said
     assert "learning rate" not in said
+
+
+GROUP = '\n[[optim.groups]]\npattern = "{}"\nlr_factor = {}\n'
+
+
+def test_groups_of_a_file_train_and_their_change_is_reported_in_words(
+    job_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "job.toml"
+
+    def written(*groups: str) -> Path:
+        config.write_text(job_config.read_text() + "".join(groups))
+        return config
+
+    frozen, norms = GROUP.format("embed.*", 0), GROUP.format("*.norm?.weight", 0.5) + "decay_factor = 0.25\n"
+    assert train(written(frozen, norms), tmp_path, "--train-steps", 2) == 0
+    capsys.readouterr()
+    assert train(config, tmp_path, "--train-steps", 3) == 0
+    assert "not bit for bit" not in capsys.readouterr().err
+    hashes = []
+    for step in (2, 3):
+        with Run(str(tmp_path / "run")).open(step) as reader:
+            hashes.append(hash_checkpoint(reader).tensors)
+    assert [hashes[0][name] == hashes[1][name] for name in ("embed.weight", "layers.0.norm1.weight")] == [True, False]
+
+    assert train(written(norms), tmp_path, "--train-steps", 3) == 0
+    both = "embed.* with lr_factor 0 and then *.norm?.weight with lr_factor 0.5, decay_factor 0.25"
+    said = capsys.readouterr().err
+    assert f"not bit for bit as it was: optim.groups {both} -> *.norm?.weight with lr_factor 0.5, decay" in said
+    assert train(written(), tmp_path, "--train-steps", 3) == 0
+    assert f"optim.groups {both} -> none" in capsys.readouterr().err
+
+    assert train(written(GROUP.format("embd.*", 2)), tmp_path, "--train-steps", 4) == 2
+    assert "optim.groups[0].pattern 'embd.*' fits no parameter; the names are such as" in capsys.readouterr().err
+    assert train(written(GROUP.format("embed.*", -2)), tmp_path, "--train-steps", 4) == 2
+    assert "optim.groups[0].lr_factor" in capsys.readouterr().err
 
 
 def losses_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> float:
