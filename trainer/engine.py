@@ -19,6 +19,7 @@ from trainer.model.microbatch import Batch, DropoutKey, MicroBatch
 from trainer.model.op_choices import choose_attention, first_choices
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
+from trainer.parallel.places import share_of
 from trainer.pipeline.actions import Action, most_sends
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
@@ -172,5 +173,6 @@ class Engine:
             weights = None if scale is None else loss_mask.to(wide) * scale.to(wide)
             arrays = tokens, labels, positions, loss_mask
             runs = (range(first, first + len(tokens)),)
-            microbatches.append(MicroBatch(*arrays, seq_length, runs, key, weights_S=weights, documents=documents))
+            whole = MicroBatch(*arrays, seq_length, runs, key, weights_S=weights, documents=documents)
+            microbatches.append(whole.cut(share_of(runs, self.mesh.coords.cp, self.mesh.layout.cp)))
         return microbatches

@@ -24,7 +24,7 @@ from tests.trainer.support.parity import (
 from tests.trainer.support.pass_faults import PASS_FAULTS
 from tests.trainer.support.plain_model import train
 from tests.trainer.support.threads import Deadlock, run_threads
-from tests.trainer.support.token_faults import TOKEN_FAULTS, turning_rows, windows
+from tests.trainer.support.token_faults import TOKEN_FAULTS, compare_cut, turning_rows, windows
 from tests.trainer.support.void_faults import VOID_FAULTS
 from threefold.errors import UserError
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
@@ -114,6 +114,10 @@ def test_without_a_fault_they_pass(
     """With 0 parts tokens are not cut."""
     options = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1)}
     compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}, **options))
+
+
+def test_documents_cut_from_their_micro_batch_pass() -> None:
+    compare_cut()
 
 
 @pytest.mark.parametrize("layout", [None, TP, DP, PP], ids=str)

@@ -85,7 +85,24 @@ class MicroBatch:
 
     def own(self, x_S: Tensor) -> Tensor:
         """Return what of something of all tokens belongs to those that this rank has; a view if that is one run."""
-        if self.own_runs is None:
-            return x_S
-        parts = [x_S[rows.start : rows.stop] for run in self.own_runs for rows in [rows_of(run, self.runs)]]
+        return x_S if self.own_runs is None else self._of(x_S, self.own_runs)
+
+    def cut(self, runs: Runs) -> "MicroBatch":
+        """Return the micro-batch of some of its places, within which attention stays: it cuts documents too."""
+        if runs == self.runs:
+            return self
+        bounds, longest = self.documents or (None, self.seq_length)
+        if bounds is None:  # rows are the documents
+            bounds = torch.arange(0, len(self.tokens_S) + 1, longest, dtype=torch.int32, device=self.tokens_S.device)
+        cut_bounds, start = [], 0
+        for rows in (rows_of(run, self.runs) for run in runs):
+            cut_bounds.append(bounds.clamp(rows.start, rows.stop) - (rows.start - start))
+            start += len(rows)
+        arrays = (self._of(each, runs) for each in (self.tokens_S, self.labels_S, self.positions_S, self.loss_mask_S))
+        weights = None if self.weights_S is None else self._of(self.weights_S, runs)
+        documents = torch.cat(cut_bounds), longest
+        return MicroBatch(*arrays, self.seq_length, runs, self.dropout, weights, documents=documents)
+
+    def _of(self, x_S: Tensor, runs: Runs) -> Tensor:
+        parts = [x_S[rows.start : rows.stop] for rows in (rows_of(run, self.runs) for run in runs)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -164,8 +164,9 @@ def kept_progress(patch: Patch) -> None:
 VOID_FAULTS = [
     Fault("a void step counted", None, counted, shows=void_in_the_middle),
     Fault("a void step changed the state", None, changed_state, shows=void_in_the_middle),
-    Fault("a void step that is not read yet counted", None, read_too_late,
-          shows=partial(void_in_the_middle, is_late=True)),
+    Fault(
+        "a void step that is not read yet counted", None, read_too_late, shows=partial(void_in_the_middle, is_late=True)
+    ),
     Fault("a void step's cursor moved", None, moved_cursor, shows=compare_runs),
     Fault("a void step counted in the progress", None, kept_progress, shows=compare_runs),
-]  # fmt: skip
+]
