@@ -86,19 +86,19 @@ def folder_held(storage: Storage, inner: str, *, is_shared: bool) -> Iterator[No
     if root is None:
         yield
         return
-    made = [each for each in (root / inner, root / os.path.dirname(inner), root) if not each.exists()]
+    new = [each for each in (root / inner, root / os.path.dirname(inner), root) if not each.exists()]
     with local_failures("lock", root / inner), Folder(root, inner, make=True) as folder:
-        held = folder.open(".", os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = folder.open(".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         is_held = True
         with contextlib.suppress(OSError):
-            is_held = take_lock(held, is_shared=is_shared)
+            is_held = take_lock(descriptor, is_shared=is_shared)
         if not is_held:
             text = f"another process writes the same into {storage.url}/{inner}"
             raise UserError(text, hint="wait until it ends, then run this again")
         yield
     finally:
-        os.close(held)
-        for each in made:
+        os.close(descriptor)
+        for each in new:
             with contextlib.suppress(OSError):
                 each.rmdir()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from datakit.format.native import address_of
 from datakit.format.shard import Int64s
-from datakit.rows.native import address_of
 from threefold.errors import UserError
 
 BYTES_A_TOKEN = 28  # three int64 and one float32
@@ -73,29 +73,27 @@ class HostBatch:
     @property
     def tokens(self) -> Int64s:
         """The rows' tokens."""
-        found: Int64s = self._arrays[0]
-        return found
+        return self._arrays[0]
 
     @property
     def labels(self) -> Int64s:
         """The token after each."""
-        found: Int64s = self._arrays[1]
-        return found
+        return self._arrays[1]
 
     @property
     def positions(self) -> Int64s:
         """The place of each token in its row, or in its document."""
-        found = self._arrays[2]
-        return np.broadcast_to(_counted(self.shape[-1]), self.shape) if found is None else found
+        positions = self._arrays[2]
+        return np.broadcast_to(_counted(self.shape[-1]), self.shape) if positions is None else positions
 
     @property
     def loss_mask(self) -> npt.NDArray[np.float32]:
         """1 where a token's loss counts, else 0."""
-        found = self._arrays[3]
-        return np.broadcast_to(np.float32(1), self.shape) if found is None else found
+        mask = self._arrays[3]
+        return np.broadcast_to(np.float32(1), self.shape) if mask is None else mask
 
     @property
-    def _arrays(self) -> tuple[Any, Any, Any, Any]:
+    def _arrays(self) -> tuple[Int64s, Int64s, Int64s | None, npt.NDArray[np.float32] | None]:
         return self.split(self.buffer, self.shape, np.int64, np.float32)
 
     @property

@@ -20,7 +20,8 @@ class Batches:
         self._is_contiguous = all(store.rows.is_contiguous for store in stores)
 
     @cached_property
-    def _table(self) -> ShardTable:
+    def table(self) -> ShardTable:
+        """Where the stores' shards are."""
         return ShardTable(self._stores)
 
     @cached_property
@@ -28,26 +29,17 @@ class Batches:
         """The caches that the stores are read through."""
         return tuple({store.cache: None for store in self._stores if store.cache is not None})
 
-    @property
-    def is_cold(self) -> bool:
-        """Whether some of what was read last was not in memory."""
-        return self._table.is_cold
-
     def cut(self, sources: Int64s, starts: Int64s, seq_length: int) -> CutRows:
         """Return rows of one length, each of a store and named by the address row * seq_length, before any is read."""
         if self._is_contiguous:
             spans = plain_spans(sources, starts, seq_length)
         else:
             spans = row_spans(self._stores, sources.tolist(), (starts // seq_length).tolist(), seq_length)
-        return self._table.cut(sources, starts, spans, whole=self.is_packed)
-
-    def ask_ahead(self, rows: CutRows) -> None:
-        """Let the kernel read what rows have in mapped shards, if that is not in memory."""
-        self._table.ask_ahead(rows)
+        return self.table.cut(sources, starts, spans, whole=self.is_packed)
 
     def make(
         self, rows: CutRows, seq_length: int, options: BatchOptions, out: Bytes | None, *, tokens_only: bool
     ) -> HostBatch:
         """Return rows as a batch [rows, seq_length], made in `out` if it is given; with `tokens_only` as `gather`."""
-        pieces, eod_ids = self._table.place(rows), self._table.eod_ids[rows.sources]
+        pieces, eod_ids = self.table.place(rows), self.table.eod_ids[rows.sources]
         return gather(pieces, eod_ids, seq_length, options, out, is_packed=self.is_packed, tokens_only=tokens_only)

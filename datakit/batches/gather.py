@@ -12,9 +12,8 @@ import numpy as np
 
 from datakit.batches.batch import BYTES_A_TOKEN, PLAIN, BatchOptions, Bytes, HostBatch, Int32s
 from datakit.batches.row_pieces import RowPieces
-from datakit.format.native import check_read
+from datakit.format.native import address_of, check_read, library
 from datakit.format.shard import Int64s
-from datakit.rows.native import address_of, packing_library, stream_library
 from datakit.store.token_store import NO_EOD
 from threefold.errors import UserError
 
@@ -51,7 +50,7 @@ def gather(
     others: tuple[int | None, ...] = _NONE
     if batch.buffer.size == num_tokens * BYTES_A_TOKEN:
         others = tokens + 8 * num_tokens, tokens + 16 * num_tokens, tokens + 24 * num_tokens
-    function = packing_library().dk_gather_packed if is_packed else stream_library().dk_gather
+    function = library().dk_gather_packed if is_packed else library().dk_gather
     resets = () if is_packed else (options.reset_positions,)
     code = function(
         address_of(native), len(native), num_rows, num_columns, address_of(eod_ids), options.mask_eod_loss, *resets,

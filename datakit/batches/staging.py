@@ -8,7 +8,6 @@ into one buffer: they are sorted by shard and place; those that overlap or nearl
 
 import errno
 import os
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from datakit.batches.batch import Bytes
+from datakit.format.native import READ, address_of, library
 from datakit.format.shard import Int64s
-from datakit.rows.native import address_of, stream_library
 from datakit.shards import shard_tokens
 from datakit.shards.cached_shards import MAPPED_PART, CachedShards
 from datakit.shards.shard_file import OPEN_FILES, FilePiece
@@ -36,7 +35,7 @@ def stage(shards: Sequence[tuple[Shards, int]], ranges: Int64s) -> tuple[Int64s,
 
     StorageError or CheckFailed that names a file that fails.
     """
-    addresses, held = np.zeros(len(ranges), np.int64), list[Any]()
+    addresses, memory = np.zeros(len(ranges), np.int64), list[Any]()
     sizes = np.bincount(ranges[:, 0], ranges[:, 2] - ranges[:, 1])
     remote = list[tuple[CachedShards, int, Bools]]()
     for slot in np.flatnonzero(sizes * MAPPED_PART >= shard_tokens.BLOCK_BYTES).tolist():
@@ -48,15 +47,15 @@ def stage(shards: Sequence[tuple[Shards, int]], ranges: Int64s) -> tuple[Int64s,
         of_blocks = [cached.sizes_to_map(number, *ranges[inside, 1:].T) for cached, number, inside in of_cache]
         cache.check_step(np.concatenate(of_blocks))
     for cached, number, inside in remote:
-        found = cached.mapped(number, *ranges[inside, 1:].T)
-        if found:
-            addresses[inside] = found[0]
-            held += found[1]
+        places = cached.mapped(number, *ranges[inside, 1:].T)
+        if places:
+            addresses[inside] = places[0]
+            memory += places[1]
     is_read = addresses == 0
     if is_read.any():
         buffer, addresses[is_read] = _read(shards, ranges[is_read])
-        held.append(buffer)
-    return addresses, held
+        memory.append(buffer)
+    return addresses, memory
 
 
 def _read(shards: Sequence[tuple[Shards, int]], ranges: Int64s) -> tuple[Bytes, Int64s]:
@@ -110,13 +109,14 @@ def _groups(runs: Iterable[tuple[Shards, int, int, int, int]]) -> Iterator[list[
 
 
 def _read_files(group: Sequence[tuple[FilePiece, int]], address: int) -> None:
-    table, failed = array("q"), array("q", [0])
-    for piece, place in group:
-        table.extend((piece.file.descriptor, piece.start, address + place, piece.size))
-    code = stream_library().dk_read_files(table.buffer_info()[0], len(group), MAX_THREADS, failed.buffer_info()[0])
+    reads = np.array(
+        [(piece.file.descriptor, piece.start, address + place, piece.size) for piece, place in group], READ
+    )
+    failed = np.zeros(1, np.int64)
+    code = library().dk_read_files(address_of(reads), len(reads), MAX_THREADS, address_of(failed))
     if not code:
         return
-    file, start, size = group[failed[0]][0]
+    file, start, size = group[failed.item()][0]
     if code == -errno.ENODATA:
         raise CheckFailed(f"{file.path} ends before byte {start + size}", hint=f"ls -l {quoted(file.path)}")
     raise StorageError(f"cannot read {file.path}: {os.strerror(-code)}", hint=f"ls -l {quoted(file.path)}")

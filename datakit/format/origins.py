@@ -17,7 +17,7 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from datakit.format.native import check_read, store_library
+from datakit.format.native import check_read, library
 from datakit.format.shard import damaged, map_file
 from threefold.masking import masked
 from threefold.storage import Buffer
@@ -162,6 +162,6 @@ def _document_checks(
     ]
     checks = np.empty(len(counts), np.uint32)
     addresses = (array.ctypes.data for array in (*columns, checks))
-    code = store_library().dk_check_documents(content.ctypes.data, counts.ctypes.data, len(counts), *addresses)
+    code = library().dk_check_documents(content.ctypes.data, counts.ctypes.data, len(counts), *addresses)
     check_read(code, f"checks of {len(counts)} documents")
     return checks

@@ -14,7 +14,7 @@ from typing import overload
 import numpy as np
 
 from datakit.files.durable import FileDigest
-from datakit.format.native import store_library
+from datakit.format.native import library
 from datakit.format.shard import Int64s
 
 _HEAD = b'\n  "shards": '
@@ -61,7 +61,7 @@ class ScannedShards(Sequence[ShardEntry]):
         buffers = [np.empty(num_bytes, np.uint8) for _ in range(2)]
         count = -1
         if start >= len(_HEAD):
-            count = store_library().dk_scan_shards(
+            count = library().dk_scan_shards(
                 text, start, num_bytes, most, table.ctypes.data, *(buffer.ctypes.data for buffer in buffers),
                 lengths.buffer_info()[0],
             )  # fmt: skip
@@ -87,7 +87,7 @@ class ScannedShards(Sequence[ShardEntry]):
 
     def misfits(self, folder: str) -> Iterable[ShardEntry]:
         """Return the first shard in a folder with a file that has not its size, if there is one, or all to look at."""
-        number = store_library().dk_find_misfit(os.fsencode(folder), self._text, self._table.ctypes.data, len(self))
+        number = library().dk_find_misfit(os.fsencode(folder), self._text, self._table.ctypes.data, len(self))
         return self if number < 0 else self[number : number + 1]
 
     def __len__(self) -> int:

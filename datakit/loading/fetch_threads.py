@@ -52,15 +52,15 @@ class FetchThreads:
 
     def _do_all(self) -> None:
         in_background()
-        mine = SimpleQueue[Work | None]()
-        while (work := self._next(mine)) is not None:
+        queue = SimpleQueue[Work | None]()
+        while (work := self._next(queue)) is not None:
             work()
 
-    def _next(self, mine: "SimpleQueue[Work | None]") -> Work | None:
+    def _next(self, queue: "SimpleQueue[Work | None]") -> Work | None:
         with self._lock:
             if self._is_closed:
                 return None
             if self._waiting:
                 return self._waiting.popleft()
-            self._idle.append(mine)
-        return mine.get()
+            self._idle.append(queue)
+        return queue.get()

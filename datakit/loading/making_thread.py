@@ -62,13 +62,13 @@ class MadeAhead(Generic[Made]):
 
     def take(self) -> Made:
         """Return the next thing once it is made, or raise what its making raised."""
-        made = self._ready.popleft() if self._ready else self._made.get()
-        if not isinstance(made, _Failed):
-            return made
+        item = self._ready.popleft() if self._ready else self._made.get()
+        if not isinstance(item, _Failed):
+            return item
         try:
-            raise made.error
+            raise item.error
         finally:
-            del made  # the error names this frame, and would keep all that its traceback names
+            del item  # the error names this frame, and would keep all that its traceback names
 
 
 class MakingThread:
@@ -116,9 +116,9 @@ def end_with_program(what: Ending) -> None:
     _all.add(what)
 
 
-def _make_all(wanted: "SimpleQueue[tuple[Callable[[Any], None], Any] | None]") -> None:
+def _make_all(queue: "SimpleQueue[tuple[Callable[[Any], None], Any] | None]") -> None:
     in_background()
-    while (each := wanted.get()) is not None:
+    while (each := queue.get()) is not None:
         make, what = each
         make(what)
         del each, make, what  # they may be what keeps the owner of this thread alive

@@ -90,7 +90,7 @@ class ReadAhead:
     @property
     def _most_bytes(self) -> int:
         """Return how much may be read ahead; whole files that are opened leave less."""
-        return max(1, min(cache.ahead_bytes for cache in self._caches))
+        return max(1, min(cache.folder.ahead_bytes for cache in self._caches))
 
     def number(self, first: int) -> int | None:
         """Return which step begins at a sample, None if none does that is not over."""
@@ -236,9 +236,9 @@ class ReadAhead:
         They are stretches, which later steps read the rest of, if the cache has room for as much again; else blocks.
         """
         slots, starts, stops = rows.ranges().T
-        found = dict[Place, _Part]()
+        parts = dict[Place, _Part]()
         for in_stretches in (True, False):
-            found.clear()
+            parts.clear()
             for slot, (source, shard) in enumerate(rows.shards):
                 shards, inside = self._cached(source), slots == slot
                 if shards is None:
@@ -251,10 +251,10 @@ class ReadAhead:
                 )
                 for number in numbers:
                     place = source, shard, is_stretch, number
-                    found[place] = known.get(place) or _part(shards, shard, is_stretch, number)
-            if sum(part.size_bytes for part in found.values()) <= self._most_bytes // 2:
+                    parts[place] = known.get(place) or _part(shards, shard, is_stretch, number)
+            if sum(one.size_bytes for one in parts.values()) <= self._most_bytes // 2:
                 break
-        return found
+        return parts
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition, as the thread that plans, and map blocks meanwhile; False if it is to end."""
@@ -287,11 +287,9 @@ class ReadAhead:
         """Return whether steps from a number on may be planned: the one that is made now always may."""
         if number <= self._now:
             return True
+        new_bytes = sum(part.size_bytes for place, part in parts.items() if place not in self._needed)
         is_near = len(self._steps) < self._max_steps and self._num_pieces < MAX_PIECES
-        return is_near and self._ahead_bytes + self._new_bytes(parts) <= self._most_bytes
-
-    def _new_bytes(self, parts: Mapping[Place, _Part]) -> int:
-        return sum(part.size_bytes for place, part in parts.items() if place not in self._needed)
+        return is_near and self._ahead_bytes + new_bytes <= self._most_bytes
 
     def _fetch_more(self) -> None:
         """Let as many requests be made at a time as become what comes next: fewer, if it is read much later."""
@@ -317,7 +315,7 @@ class ReadAhead:
         shards = self._cached(source)
         assert shards is not None, "others are open"
         with suppress(UserError):
-            shards.open_tokens(shard)
+            shards.tokens_of(shard)
         with self._changed:
             self._open.add((source, shard))
             self._let_plan()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datakit.format.shard import Int64s
-from datakit.order.mixture import MAX_SAMPLES
+from datakit.order.mixture import shown_limit
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError
 
@@ -50,16 +50,12 @@ def stores_of(sources: Sequence[tuple[TokenStore, float]]) -> list[TokenStore]:
 
 def sample_numbers(samples: npt.ArrayLike, limit: int) -> Int64s:
     """Return sample numbers as an array of its own; UserError if one is none."""
-    found = np.array(samples, ndmin=1)
-    if not found.size:
+    numbers = np.array(samples, ndmin=1)
+    if not numbers.size:
         raise UserError("no samples are asked for", hint="batch([0]) is the stream's first sample")
-    is_whole = found.dtype.kind in "iu" and found.ndim == 1
-    wide: Int64s = found.astype(np.int64, copy=False) if is_whole else np.array([-1])
+    is_whole = numbers.dtype.kind in "iu" and numbers.ndim == 1
+    wide: Int64s = numbers.astype(np.int64, copy=False) if is_whole else np.array([-1])
     if not wide.view(np.uint64).max() < limit:  # as which negative ones are larger than any limit
-        what = reprlib.repr(found.tolist())
-        raise UserError(f"samples {what} are not a list of whole numbers from 0 to {_power(limit)} - 1")
+        what = reprlib.repr(numbers.tolist())
+        raise UserError(f"samples {what} are not a list of whole numbers from 0 to {shown_limit(limit)} - 1")
     return wide
-
-
-def _power(limit: int) -> str:
-    return "2^62" if limit == MAX_SAMPLES else str(limit)

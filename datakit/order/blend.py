@@ -43,6 +43,8 @@ class Blend:
 
     copies: Sequence[str] = ()
     _block_tokens = 0  # of blocks whose order is shuffled; 0 if that of single rows is
+    # what to do if the stream was changed in what is read
+    _change_hint = "keep what was, and append [[data.mixture]] with from_sample = {read} and the change"
 
     def __init__(
         self,
@@ -64,21 +66,27 @@ class Blend:
         seq_length, seed = whole_number("seq_length", seq_length, 1), whole_number("seed", seed, most=MAX_SEED)
         stores = stores_of(sources)
         segments = [Segment(0, tuple(weight_of(weight) for _, weight in sources)), *map(segment_of, later)]
-        made = Sources.of(stores, segments, seq_length)
-        mixture = Mixture(made.segments, seed)
+        read = Sources.of(stores, segments, seq_length)
+        mixture = Mixture(read.segments, seed)
         self._block_tokens, self._orders_copies = block_tokens, orders_copies
-        named: dict[str, Any] = {"seq_length": seq_length, "seed": seed, "block_tokens": block_tokens}
-        self._maker = partial(Blend, list(zip(stores, segments[0].weights or ())), later=segments[1:], **named)
+        self._maker = partial(
+            Blend,
+            list(zip(stores, segments[0].weights or ())),
+            seq_length=seq_length,
+            seed=seed,
+            later=segments[1:],
+            block_tokens=block_tokens,
+        )
         if block_tokens:
-            made = made.in_stretches_of([self._block_rows(length) * length for length in made.seq_lengths])
-        rows = [store.num_rows(length) for store, length in zip(made.stores, made.seq_lengths)]
-        self._take(made, mixture, rows, seed, DocumentMasks(stores, segments, made))
+            read = read.in_stretches_of([self._block_rows(length) * length for length in read.seq_lengths])
+        rows = [store.num_rows(length) for store, length in zip(read.stores, read.seq_lengths)]
+        self._take(read, mixture, rows, seed, DocumentMasks(stores, segments, read))
         self._check_rows()
-        names = names_of(made, mixture.first_samples())
-        self.copies = places_of_copies(made, names)
+        names = names_of(read, mixture.first_samples())
+        self.copies = places_of_copies(read, names)
         if orders_copies:
             self._names = names
-        block_rows = [self._block_rows(length) for length in made.seq_lengths] if block_tokens else ()
+        block_rows = [self._block_rows(length) for length in read.seq_lengths] if block_tokens else ()
         self._epochs = Epochs([self._epoch_name(source) for source in range(len(rows))], rows, block_rows)
 
     def _take(self, sources: Sources, mixture: Mixture, rows: Sequence[int], seed: int, masks: DocumentMasks) -> None:
@@ -164,17 +172,9 @@ class Blend:
                 )
         known, read = cursor.num_segments, cursor.num_samples
         if known > len(self._changes) or self.digest(known) != cursor.digest:
+            what = "the stores or weights are not those of the stream to resume; they can only change from a sample on"
             differences = recorded.differences(self.record, read) if recorded else []
-            raise UserError(
-                "\n  ".join(
-                    [
-                        "the stores or weights are not those of the stream to resume; they can only change from a "
-                        "sample on",
-                        *differences,
-                    ]
-                ),
-                hint=self._change_hint.format(read=read),
-            )
+            raise UserError("\n  ".join([what, *differences]), hint=self._change_hint.format(read=read))
         for begin, what, _ in self._changes[known:]:
             if begin < read:
                 raise UserError(
@@ -246,8 +246,8 @@ class Blend:
 
     def ask_ahead(self, samples: npt.ArrayLike) -> None:
         """Let mapped shards be read for a batch that is made soon, if the last was not in memory; errors of `cut`."""
-        if self._batches.is_cold:
-            self._batches.ask_ahead(self.cut(samples))
+        if self._batches.table.is_cold:
+            self._batches.table.ask_ahead(self.cut(samples))
 
     def num_bytes(self, shape: Sequence[int], options: BatchOptions = PLAIN) -> int:
         """Return the bytes of a batch of a shape, [..., seq_length], without what is the same in all rows."""
@@ -270,18 +270,13 @@ class Blend:
         """Return how many rows of a length a block has."""
         return max(1, self._block_tokens // seq_length)
 
-    @property
-    def _change_hint(self) -> str:
-        """What to do if a stream was changed in what is read."""
-        return "keep what was, and append [[data.mixture]] with from_sample = {read} and the change"
-
     @cached_property
     def _changes(self) -> list[tuple[int, str, list[Any]]]:
         """Each change of the stream: the sample from which on, what it is, and what it depends on.
 
         Of the first weights, or others, that is each weighted store with its arc.
         """
-        found: list[tuple[int, str, list[Any]]] = []
+        changes: list[tuple[int, str, list[Any]]] = []
         before, eras = None, {begin: era for era, begin in enumerate(self.sources.begins)}
         for stretch in self.mixture.stretches:
             parts: list[Any] = []
@@ -294,11 +289,11 @@ class Blend:
                 parts.append(["rows", self.sources.lengths[era]])
             if era is not None and self._block_tokens:
                 parts.append(["blocks", self._block_rows(self.sources.lengths[era])])
-            found.append((stretch.begin, what, parts + [stretch.offset] * (stretch.offset > 0)))
+            changes.append((stretch.begin, what, parts + [stretch.offset] * (stretch.offset > 0)))
             before = stretch.sequence
         masked = self._masks.digests(self._names)
-        found += [(begin, "documents are masked", ["masked", digest]) for begin, digest in masked]
-        return sorted(found, key=lambda change: change[0])
+        changes += [(begin, "documents are masked", ["masked", digest]) for begin, digest in masked]
+        return sorted(changes, key=lambda change: change[0])
 
     def _check_rows(self) -> None:
         weighted = np.zeros(len(self.stores), bool)

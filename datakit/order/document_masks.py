@@ -80,7 +80,7 @@ class DocumentMasks:
 
     def _addresses(self, documents: Documents) -> dict[int, tuple[Int64s, Int64s]]:
         """Return for each source the sorted tokens [begins, stops) of its masked documents."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        tokens_of: dict[int, list[tuple[int, int]]] = {}
         for source, number in sorted(set(documents)):
             store = self._stores[source]
             if store.shards.is_gone:  # nothing of it is read
@@ -92,8 +92,8 @@ class DocumentMasks:
                     hint=f"datakit inspect {quoted(store.place)}",
                 )
             begin = store.first_token(number)
-            found.setdefault(source, []).append((begin, begin + len(store.document(number))))
-        return {source: tuple(np.array(spans, np.int64).T) for source, spans in found.items()}
+            tokens_of.setdefault(source, []).append((begin, begin + len(store.document(number))))
+        return {source: tuple(np.array(spans, np.int64).T) for source, spans in tokens_of.items()}
 
 
 _NONE = np.empty(0, np.int64), np.empty(0, np.int64)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from datakit.format.native import EPOCHS, address_of, library
 from datakit.format.shard import Int64s
-from datakit.rows.native import address_of, stream_library
 
 _MAX_NAME_BYTES = 180  # with an epoch and a window, at most 240
 
@@ -41,12 +41,12 @@ class Epochs:
             (before.buffer_info()[0], len(before) - 1, after.buffer_info()[0], len(after) - 1, size, min(block, size))
             for (before, after), size, block in zip(self._names, self._sizes, block_rows or [0] * len(names))
         ]
-        self._native = np.array(rows, np.int64)  # a dk_epochs each
+        self._native = np.array(rows, EPOCHS)
 
     def elements(self, sources: Int64s, numbers: Int64s) -> Int64s:
         """Return of each of some sources the element that is its `numbers[i]`-th, epoch after epoch."""
         elements = np.empty(len(sources), np.int64)
-        stream_library().dk_elements(
+        library().dk_elements(
             address_of(self._native), address_of(sources), address_of(numbers), len(sources), address_of(elements)
         )
         return elements
@@ -58,7 +58,7 @@ class Epochs:
             return asked
         assert 0 <= asked.min() <= asked.max() < self._sizes[source], "elements are below the size"
         positions = np.empty_like(asked)
-        stream_library().dk_positions(
-            address_of(self._native[source]), epoch, address_of(asked), len(asked), address_of(positions)
+        library().dk_positions(
+            address_of(self._native[source : source + 1]), epoch, address_of(asked), len(asked), address_of(positions)
         )
         return positions

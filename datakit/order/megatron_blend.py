@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from datakit.format.native import library
 from datakit.format.shard import Int64s
 from datakit.order.blend import Blend
 from datakit.order.cursor import Cursor
@@ -22,7 +23,6 @@ from datakit.order.sources import Sources
 from datakit.order.stream_record import Source, StreamRecord
 from datakit.rows.megatron_order import MAX_SEED, MAX_SOURCES, MegatronOrder, normalized
 from datakit.rows.megatron_rows import MegatronChoice, MegatronRows
-from datakit.rows.native import megatron_library
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError
 
@@ -87,7 +87,7 @@ class GreedyMixture(Mixture):
         chosen = np.empty(self._size, np.uint16)
         counts = np.empty((-(-self._size // self._stride) + 1, num_sources), np.int64)
         weights = np.array(self._weights, np.float64)
-        code = megatron_library().dk_greedy_blend(
+        code = library().dk_greedy_blend(
             weights.ctypes.data, num_sources, self._size, self._stride, chosen.ctypes.data, counts.ctypes.data
         )
         if code:
@@ -103,6 +103,10 @@ class GreedyMixture(Mixture):
 
 class MegatronBlend(Blend):
     """The stream; safe to read from several threads. Its indices are made at first use, in each process."""
+
+    _change_hint = (
+        "the order of Megatron is one for a whole run: keep stores, weights, data.train_samples and data.split"
+    )
 
     def __init__(
         self,
@@ -129,11 +133,13 @@ class MegatronBlend(Blend):
         sizes, size = order.sizes(weights) if weights else ([None] * len(stores), order.num_samples)
         if not weights and len(stores) == 1:
             sizes = [size]
-        self._given, self._made = list(stores), list[MegatronRows]()
+        self._read_stores, self._made = list(stores), list[MegatronRows]()
         for store, number in zip(stores, sizes):
             if store.packing != "concat":
-                what = f"{store.place} is packed by {store.packing}, and the order of Megatron cuts rows itself"
-                raise UserError(what, hint='packing = "concat"')
+                raise UserError(
+                    f"{store.place} is packed by {store.packing}, and the order of Megatron cuts rows itself",
+                    hint='packing = "concat"',
+                )
             self._made.append(MegatronChoice(order, number, seq_length, seed).bound(store.shards))
         num_rows = [rows.epochs.num_rows for rows in self._made]
         if not weights:
@@ -142,17 +148,15 @@ class MegatronBlend(Blend):
             raise UserError(f"the order has {size} samples, and none to start at, {order.start_sample}")
         shares = normalized(weights) if weights else num_rows  # which the mixture rounds once more, as the peer does
         mixture = GreedyMixture(shares, num_rows, size, order.start_sample)
-        made = [TokenStore(store.shards, rows) for store, rows in zip(stores, self._made)]
-        sources = Sources.of(made, mixture.segments, seq_length)
+        in_order = [TokenStore(store.shards, rows) for store, rows in zip(stores, self._made)]
+        sources = Sources.of(in_order, mixture.segments, seq_length)
         epoch_rows = [(rows.num_tokens_read - 1) // seq_length for rows in self._made]
-        self._take(sources, mixture, epoch_rows, seed, DocumentMasks(made, (), sources))
+        self._take(sources, mixture, epoch_rows, seed, DocumentMasks(in_order, (), sources))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the stores' paths and what was asked for."""
-        again = partial(
-            MegatronBlend, self._given, self._weights, seq_length=self.seq_length, seed=self.seed, order=self.order
-        )
-        return again, ()
+        made_of = self._read_stores, self._weights
+        return partial(MegatronBlend, *made_of, seq_length=self.seq_length, seed=self.seed, order=self.order), ()
 
     @cached_property
     def record(self) -> StreamRecord:
@@ -196,7 +200,3 @@ class MegatronBlend(Blend):
     def _changes(self) -> list[tuple[int, str, list[Any]]]:
         parts = [[store.fingerprint for store in self.stores], list(self._weights), self.order.to_json()]
         return [(0, "the order begins", parts)]
-
-    @property
-    def _change_hint(self) -> str:
-        return "the order of Megatron is one for a whole run: keep stores, weights, data.train_samples and data.split"

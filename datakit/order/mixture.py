@@ -132,8 +132,7 @@ class Mixture:
 
     def weights_at(self, sample: int) -> tuple[float, ...]:
         """Return the weights in force at a sample."""
-        in_force = [each.weights for each in self.segments if each.weights and each.from_sample <= sample]
-        return in_force[-1]
+        return [part.weights for part in self.segments if part.weights and part.from_sample <= sample][-1]
 
     def reads_from(self, source: int, num_samples: int) -> int | None:
         """Return the first sample, from `num_samples` on, at which a source may be read; None if it is read no more."""
@@ -164,7 +163,7 @@ class Mixture:
     def _stretch(self, num_samples: int) -> int:
         """Return the number of the stretch that the sample after the first ones is in."""
         if not 0 <= num_samples <= self.max_samples:
-            limit = "2^62" if self.max_samples == MAX_SAMPLES else self.max_samples
+            limit = shown_limit(self.max_samples)
             raise UserError(f"the stream has no first {num_samples} samples, from 0 to {limit} can be counted")
         return bisect_right(self._begins, num_samples) - 1
 
@@ -185,6 +184,11 @@ class Mixture:
                         hint=f"skip = [[{last}, {max(stop, last + 1)}]]: ranges rise, and none is before its segment",
                     )
                 last = stop
+
+
+def shown_limit(num_samples: int) -> str:
+    """Return a number of samples for a message."""
+    return "2^62" if num_samples == MAX_SAMPLES else str(num_samples)
 
 
 def check_weights(weights: tuple[float, ...] | None, num_sources: int) -> None:

@@ -43,19 +43,19 @@ class Sources:
                 lengths.append(segment.seq_length)
                 begins.append(segment.from_sample)
             eras.append(len(begins) - 1)
-        found = [(0, store) for store in range(len(stores))]
+        places = [(0, store) for store in range(len(stores))]
         if len(lengths) > 1:
             weights = _weights(segments, len(stores))
             read = {(era, store) for era, each in zip(eras, weights) for store, weight in enumerate(each) if weight}
             only_later = {store for _, store in read if (0, store) not in read}
-            found = sorted(read.union(place for place in found if place[1] not in only_later))
-            number_of = {place: number for number, place in enumerate(found)}
+            places = sorted(read.union(place for place in places if place[1] not in only_later))
+            number_of = {place: number for number, place in enumerate(places)}
             segments = [
                 replace(segment, weights=_spread(each, number_of, era)) if each else segment
                 for segment, each, era in zip(segments, weights, eras)
             ]
-        opened = [stores[store].in_rows_of(lengths[era]) if era else stores[store] for era, store in found]
-        owners, era_of = [store for _, store in found], [era for era, _ in found]
+        opened = [stores[store].in_rows_of(lengths[era]) if era else stores[store] for era, store in places]
+        owners, era_of = [store for _, store in places], [era for era, _ in places]
         return cls(tuple(opened), tuple(owners), tuple(era_of), tuple(segments), tuple(begins), tuple(lengths))
 
     def in_stretches_of(self, sizes: Sequence[int]) -> "Sources":

@@ -102,7 +102,7 @@ class StreamRecord:
             [each for each in record.segments if each.from_sample < num_samples or each is record.segments[0]]
             for record in (self, other)
         ]
-        found = [
+        texts = [
             f"{key} of the order was {self.order.get(key, 'none')}, is {other.order.get(key, 'none')}"
             for key in {**self.order, **other.order}
             if self.order.get(key) != other.order.get(key)
@@ -114,20 +114,20 @@ class StreamRecord:
                 known = before or after
                 assert known is not None, "one of both is that long"
                 fault = "is missing" if after is None else "is new"
-                found.append(f"{which}, from sample {known.from_sample} on, {fault}")
+                texts.append(f"{which}, from sample {known.from_sample} on, {fault}")
                 continue
             if before.from_sample != after.from_sample:
-                found.append(f"{which} began at sample {before.from_sample}, now it does at {after.from_sample}")
-            found += [f"{which}: {text}" for text in _differences(self._shares(before), other._shares(after))]
+                texts.append(f"{which} began at sample {before.from_sample}, now it does at {after.from_sample}")
+            texts += [f"{which}: {text}" for text in _differences(self._shares(before), other._shares(after))]
             if before.skip != after.skip:
-                found.append(f"{which} skipped {_ranges(before.skip)}, now it does {_ranges(after.skip)}")
+                texts.append(f"{which} skipped {_ranges(before.skip)}, now it does {_ranges(after.skip)}")
             if before.seq_length != after.seq_length:
                 lengths = [each.seq_length or "none" for each in (before, after)]
-                found.append(f"{which} had a new seq_length of {lengths[0]}, now it has {lengths[1]}")
+                texts.append(f"{which} had a new seq_length of {lengths[0]}, now it has {lengths[1]}")
             if before.mask_digest != after.mask_digest:
-                found.append(f"{which} masked other documents")
-        more = len(found) - _MAX_DIFFERENCES
-        return [*found[:_MAX_DIFFERENCES], *([f"and {more} differences more"] if more > 0 else [])]
+                texts.append(f"{which} masked other documents")
+        more = len(texts) - _MAX_DIFFERENCES
+        return [*texts[:_MAX_DIFFERENCES], *([f"and {more} differences more"] if more > 0 else [])]
 
     def _shares(self, segment: PlannedSegment) -> dict[str, tuple[Source, float]]:
         """Return the sources that a segment reads, with their shares of it, by content and number of the copy."""
@@ -201,17 +201,17 @@ def _segment(value: Mapping[str, Any]) -> PlannedSegment:
 
 def _differences(before: Mapping[str, tuple[Source, float]], after: Mapping[str, tuple[Source, float]]) -> list[str]:
     """Return how two lists of shares differ."""
-    found = []
+    texts = []
     for key in {**before, **after}:
         if key not in after:
-            found.append(f"{before[key][0]} is missing")
+            texts.append(f"{before[key][0]} is missing")
         elif key not in before:
-            found.append(f"{after[key][0]} is new")
+            texts.append(f"{after[key][0]} is new")
         elif abs(before[key][1] - after[key][1]) > 1e-12:
-            found.append(f"the share of {before[key][0].path} was {before[key][1]:.6g}, is {after[key][1]:.6g}")
-    if not found and list(before) != list(after):
-        found.append(f"the order was {', '.join(source.path for source, _ in before.values())}")
-    return found
+            texts.append(f"the share of {before[key][0].path} was {before[key][1]:.6g}, is {after[key][1]:.6g}")
+    if not texts and list(before) != list(after):
+        texts.append(f"the order was {', '.join(source.path for source, _ in before.values())}")
+    return texts
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> str:

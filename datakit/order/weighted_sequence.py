@@ -14,8 +14,8 @@ from functools import cache
 
 import numpy as np
 
+from datakit.format.native import address_of, library
 from datakit.format.shard import Int64s
-from datakit.rows.native import address_of, stream_library
 
 CIRCLE = 1 << 62
 STEP = 2850178704830799621  # A, as in rotation.cpp
@@ -63,16 +63,16 @@ class WeightedSequence:
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """For each sample, 0 to 2^62 - 1, its source and how many of the earlier samples are of that source."""
-        found = np.empty((2, len(samples)), np.int64)
+        located = np.empty((2, len(samples)), np.int64)
         if len(samples):
-            wanted, address = np.array(samples, np.int64), address_of(found)  # of its own, so without gaps
-            code = stream_library().dk_rotation_locate(
+            wanted, address = np.array(samples, np.int64), address_of(located)  # of its own, so without gaps
+            code = library().dk_rotation_locate(
                 self._theta, self._edges_address, self._num_sources, address_of(wanted), len(wanted), address,
                 address + 8 * len(wanted),
             )  # fmt: skip
             if code:
                 raise MemoryError(f"no memory to locate samples of {self._num_sources} sources")
-        return found[0], found[1]
+        return located[0], located[1]
 
     def sample_of(self, source: int, number: int) -> int:
         """Return the sample that is a source's `number`-th, from 0: what `locate` inverts, by search among its counts.
@@ -83,7 +83,7 @@ class WeightedSequence:
 
         def count(num_samples: int) -> int:
             """Return how many of the first samples come from the source."""
-            stream_library().dk_rotation_counts(self._theta, address, 2, num_samples, below.buffer_info()[0])
+            library().dk_rotation_counts(self._theta, address, 2, num_samples, below.buffer_info()[0])
             return below[1] - below[0]
 
         assert 0 <= number < count(CIRCLE), "the source has this sample"
@@ -100,7 +100,5 @@ class WeightedSequence:
     def counts(self, num_samples: int) -> Int64s:
         """Return how many of the first samples come from each source."""
         below = np.empty(len(self._edges), np.int64)
-        stream_library().dk_rotation_counts(
-            self._theta, self._edges_address, len(below), num_samples, address_of(below)
-        )
+        library().dk_rotation_counts(self._theta, self._edges_address, len(below), num_samples, address_of(below))
         return below[1:] - below[:-1]

@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from datakit.format.native import library
 from datakit.format.shard import Int64s
 from datakit.rows.megatron_order import MAX_ROWS, MegatronOrder, Repeats
-from datakit.rows.native import megatron_library
 from datakit.shards.document_places import DocumentPlaces, IndexedPlaces, Int32s
 from datakit.shards.shards import Shards
 from datakit.store.rows import Piece
@@ -94,29 +94,29 @@ class MegatronRows:
         order, starts, _ = self._order
         start, stop = row * seq_length, (row + 1) * seq_length + 1
         block = int(np.searchsorted(starts, start, "right")) - 1
-        at, place, found = int(starts[block]), block * _STRIDE, list[Piece]()
+        at, place, pieces = int(starts[block]), block * _STRIDE, list[Piece]()
         while at < stop:
             for document in order[place : place + 2 * _STRIDE].tolist():
                 address, length = self._places.place(document)
                 low, high = max(start - at, 0), min(stop - at, length)
                 if low < high:
-                    found.append(Piece(address + low, high - low, goes_on=False))
+                    pieces.append(Piece(address + low, high - low, goes_on=False))
                 at += length
             place += 2 * _STRIDE
-        return found
+        return pieces
 
     def rows_of(self, document: int, tokens: range, seq_length: int) -> Int64s:
         """Return the rows that read tokens of a document, in rising order."""
         order, starts, _ = self._order
         size = len(tokens)
-        found: set[int] = set()
+        rows: set[int] = set()
         for place in np.flatnonzero(order == document).tolist() if size else ():
             block = place // _STRIDE
             before = order[block * _STRIDE : place].tolist()
             begin = int(starts[block]) + sum(self._places.place(other)[1] for other in before)
             last = min((begin + size - 1) // seq_length, self.epochs.num_rows - 1)
-            found.update(range(max(0, -(-begin // seq_length) - 1), last + 1))
-        return np.array(sorted(found), np.int64)
+            rows.update(range(max(0, -(-begin // seq_length) - 1), last + 1))
+        return np.array(sorted(rows), np.int64)
 
     @cached_property
     def _places(self) -> DocumentPlaces:
@@ -142,7 +142,7 @@ class MegatronRows:
         begin, end = self.documents_read
         lengths = self._places.lengths(begin, end)
         starts = np.empty(-(-len(order) // _STRIDE) + 1, np.int64)
-        total = megatron_library().dk_token_starts(
+        total = library().dk_token_starts(
             order.ctypes.data, len(order), lengths.ctypes.data, begin, _STRIDE, starts.ctypes.data
         )
         if lengths.min() < 0 or total != self.epochs.num_epochs * self.num_tokens_read:
@@ -157,4 +157,4 @@ def _shuffle(twister: "array[int]", values: npt.NDArray[np.int32] | UInt32s, apa
     """Shuffle the first `apart` values in place, and the others after them, as RandomState.shuffle does."""
     for part in (values[:apart], values[apart:]):
         if len(part):
-            megatron_library().dk_shuffle(twister.buffer_info()[0], part.ctypes.data, len(part))
+            library().dk_shuffle(twister.buffer_info()[0], part.ctypes.data, len(part))

@@ -19,9 +19,11 @@ class _OlderName(type):
     is_remote = is_packed = False
 
     def __instancecheck__(cls, value: Any) -> bool:
-        if type(value) is not TokenStore:
-            return False
-        return (not cls.is_remote or value.cache is not None) and (not cls.is_packed or value.packing != "concat")
+        return (
+            type(value) is TokenStore
+            and (not cls.is_remote or value.cache is not None)
+            and (not cls.is_packed or value.packing != "concat")
+        )
 
 
 class RemoteStore(metaclass=_OlderName):
@@ -83,15 +85,15 @@ def reopen_remote(
     url: str, fingerprint: str, *, cache: str, cache_mib: int, packing: str = "", seq_length: int = 0, index: str = ""
 ) -> TokenStore:
     """Return a store behind a URL, packed if `packing` says so, that an older release pickled."""
-    rows = Packing(packing, seq_length, index) if packing else None
-    return _same(TokenStore(CachedShards.open(url, cache, cache_mib), rows), fingerprint)
+    shards = CachedShards.open(url, cache, cache_mib)
+    return _same(TokenStore(shards, Packing(packing, seq_length, index) if packing else None), fingerprint)
 
 
 def _same(store: TokenStore, fingerprint: str) -> TokenStore:
     if store.fingerprint != fingerprint:
-        what = f"{store.place} is not the store that was pickled"
         raise CheckFailed(
-            f"{what}: its fingerprint is {store.fingerprint}, not {fingerprint}",
+            f"{store.place} is not the store that was pickled: its fingerprint is {store.fingerprint}, not "
+            f"{fingerprint}",
             hint=f"datakit inspect {quoted(store.place)}",
         )
     return store

@@ -22,16 +22,16 @@ import xxhash
 from datakit.files.durable import FileDigest, checked_blocks, durable_file
 from datakit.files.remote_file import is_url
 from datakit.format.manifest import FILE_NAME
+from datakit.format.native import library
 from datakit.format.output import ASSEMBLY_NOTE, Output
 from datakit.format.shard import Int64s
-from datakit.rows.native import MAX_SEQ_LENGTH, Int32s, pack_documents
 from datakit.rows.packing_index import (
     COLUMNS,
     PACKINGS,
     RECORD_NAME,
     PackingRecord,
     column_path,
-    default_folder,
+    default_name,
     read_record,
 )
 from datakit.store.claim import claim
@@ -40,6 +40,8 @@ from threefold.errors import UserError, quoted
 from threefold.storage.local import LocalStorage, sync_name
 
 WINDOW_DOCUMENTS = 1 << 18
+MAX_SEQ_LENGTH = 1 << 24
+Int32s = npt.NDArray[np.int32]
 Rows = tuple[Int64s, Int64s, Int32s]
 
 
@@ -67,7 +69,7 @@ def pack(
             hint=f"--packing {' or '.join(PACKINGS)}, --seq-length 4096",
         )
     opened = TokenStore.open(store)
-    folder = default_folder(opened.path, packing, seq_length) if output is None else Path(output)
+    folder = opened.path / default_name(packing, seq_length) if output is None else Path(output)
     if output is not None and is_url(os.fspath(output)):
         raise UserError(f"{output} is not a local folder: an index is mapped", hint="--output FOLDER")
     if not opened.num_tokens:
@@ -79,10 +81,10 @@ def pack(
         "store": fingerprint, "documents": documents, "packing": packing, "seq_length": seq_length,
         "window_documents": window_documents, "num_documents": opened.num_documents, "num_tokens": opened.num_tokens,
     }  # fmt: skip
-    found = read_record(folder)
-    if found is not None and all(getattr(found, name) == value for name, value in made_of.items()):
+    record = read_record(folder)
+    if record is not None and all(getattr(record, name) == value for name, value in made_of.items()):
         Output(str(folder), ASSEMBLY_NOTE).settle()
-        return folder, found
+        return folder, record
     windows = _windows(_documents(opened, window_documents), seq_length, packing == "best_fit", num_workers)
     if dry_run:
         return folder, _written(windows, made_of, None)
@@ -163,3 +165,23 @@ def _documents(store: TokenStore, window_documents: int) -> Iterator[tuple[int, 
                 first_token, parts, missing = first_token + int(window.sum(dtype=np.int64)), [], window_documents
     if parts:
         yield first_token, np.concatenate(parts)
+
+
+def pack_documents(
+    lengths: Int32s, first_token: int, seq_length: int, *, best_fit: bool
+) -> tuple[Int64s, Int64s, Int32s]:
+    """Return the rows of documents of these lengths that follow each other from a token on: ends, starts and sizes.
+
+    The pieces of row r are ends[r - 1] up to ends[r] of the other two, which docs/formats/packing-index.md explains.
+    MemoryError if the pieces do not fit into memory.
+    """
+    num_pieces = library().dk_count_pieces(lengths.ctypes.data, len(lengths), seq_length)
+    assert num_pieces >= 0, "lengths are from 0 on, and rows from 1 to MAX_SEQ_LENGTH tokens"
+    ends, starts, sizes = (np.empty(num_pieces, dtype) for dtype in (np.int64, np.int64, np.int32))
+    num_rows = library().dk_pack(
+        lengths.ctypes.data, len(lengths), first_token, seq_length, best_fit, ends.ctypes.data, starts.ctypes.data,
+        sizes.ctypes.data,
+    )  # fmt: skip
+    if num_rows < 0:
+        raise MemoryError(f"no memory for rows of {num_pieces} pieces")
+    return ends[:num_rows], starts, sizes

@@ -15,13 +15,12 @@ import xxhash
 
 from datakit.format.shard import Int64s
 from datakit.rows.packing_index import (
-    MAX_RECORD_BYTES,
-    RECORD_NAME,
     PackingIndex,
     PackingRecord,
     checked,
     column_file,
     default_name,
+    read_record,
 )
 from datakit.shards.cached_shards import CachedShards
 from datakit.shards.holdings import Kind
@@ -71,13 +70,11 @@ class PackedRows:
         if asked.index is not None and "://" not in os.fspath(asked.index):
             asked = replace(asked, index=os.path.abspath(asked.index))
         self.index, self.choice, self._store = index, asked, store
-        self.packing, self.fingerprint, self.place = asked.packing, index.fingerprint, str(index.folder)
+        self.packing, self.fingerprint, self.place = asked.packing, index.record.fingerprint, str(index.folder)
 
     def of_length(self, seq_length: int) -> Packing | None:
         """Return what names the index in the store that has rows of so many tokens; None if it is this one."""
-        if seq_length == self.index.record.seq_length:
-            return None
-        return Packing(self.packing, seq_length)
+        return None if seq_length == self.index.record.seq_length else Packing(self.packing, seq_length)
 
     def num_rows(self, seq_length: int) -> int:
         """Return the rows of the index; UserError if they are not of `seq_length` tokens."""
@@ -100,8 +97,7 @@ class PackedRows:
 
 def _fetched_index(place: str, shards: CachedShards, asked: Packing) -> PackingIndex:
     storage = open_repeating(place)
-    read = read_checked(storage, f"{storage.url}/{RECORD_NAME}", _read_record)
-    record = checked(read, storage.url, shards, packing=asked.packing, seq_length=asked.seq_length)
+    record = checked(read_record(place), storage.url, shards, packing=asked.packing, seq_length=asked.seq_length)
 
     def map_column(name: str) -> memoryview:
         digest = record.files[name]
@@ -112,26 +108,15 @@ def _fetched_index(place: str, shards: CachedShards, asked: Packing) -> PackingI
     return PackingIndex(storage.url, record, map_column)
 
 
-def _read_record(storage: Storage) -> PackingRecord | None:
-    info = storage.info(RECORD_NAME)
-    if info is None:
-        return None
-    path = f"{storage.url}/{RECORD_NAME}"
-    if info.size_bytes > MAX_RECORD_BYTES:
-        raise CheckFailed(f"{path} has {info.size_bytes} bytes, more than the {MAX_RECORD_BYTES} it may have")
-    return PackingRecord.parse(path, bytes(storage.read_ranges(RECORD_NAME, [(0, info.size_bytes)])[0]))
-
-
 def _fetch(storage: Storage, name: str, record: PackingRecord) -> bytes:
     """Return a column; CheckFailed if it is not there, or not as it was written."""
     key, digest = column_file(name), record.files[name]
     info = storage.info(key)
-    found = None if info is None else info.size_bytes
-    if found != digest.size_bytes:
-        what = "is missing" if found is None else f"has {found} bytes"
+    if info is None or info.size_bytes != digest.size_bytes:
+        what = "is missing" if info is None else f"has {info.size_bytes} bytes"
         raise CheckFailed(f"{storage.url}/{key} {what}, its record says {digest.size_bytes} bytes")
     ranges = [(at, min(at + _READ_BYTES, digest.size_bytes)) for at in range(0, digest.size_bytes, _READ_BYTES)]
-    content = b"".join(bytes(part) for each in ranges for part in storage.read_ranges(key, [each]))
+    content = b"".join(bytes(part) for one in ranges for part in storage.read_ranges(key, [one]))
     if xxhash.xxh3_64_hexdigest(content) != digest.xxh3_64:
         raise CheckFailed(f"{storage.url}/{key} is damaged: its checksum does not hold")
     return content

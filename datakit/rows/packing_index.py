@@ -4,7 +4,6 @@ Opening costs O(windows): the record and the files' sizes are checked, nothing e
 docs/formats/packing-index.md. A row that contradicts itself is a CheckFailed when it is read.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -14,14 +13,18 @@ import numpy as np
 import orjson
 import xxhash
 
-from datakit.files.durable import FileDigest, reading
+from datakit.files.durable import FileDigest
 from datakit.format.fields import Fields
 from datakit.format.manifest import digest_in, encoded_record, require_record
 from datakit.format.native import copied
 from datakit.format.shard import Int64s, map_file
 from datakit.shards.shards import Shards
+from datakit.shards.store_source import read_small
 from datakit.store.rows import Piece
 from threefold.errors import CheckFailed, UserError, quoted
+from threefold.storage import Storage
+from threefold.storage.repeating import open_repeating
+from threefold.storage.second_look import read_checked
 
 RECORD_NAME = "packing.json"
 COLUMNS = {"ends": "<i8", "starts": "<i8", "sizes": "<i4"}  # files by name, each with its type
@@ -127,11 +130,6 @@ class PackingIndex:
         record = checked(read_record(folder), folder, store, packing=packing, seq_length=seq_length)
         return cls(folder, record, lambda name: map_file(column_path(folder, name)))
 
-    @property
-    def fingerprint(self) -> str:
-        """What identifies the rows and their tokens."""
-        return self.record.fingerprint
-
     def row(self, number: int) -> list[Piece]:
         """Return the pieces of a row in the order of their tokens; CheckFailed if they do not make one."""
         first, stop = [0, *copied(self._ends[max(number - 1, 0) : number + 1]).tolist()][-2:]
@@ -167,16 +165,23 @@ def checked(
         raise UserError(f"{packing!r} is not a packing", hint=" or ".join(PACKINGS))
     again = f"datakit pack {quoted(store.place)} --seq-length {seq_length} --packing {packing}"
     if record is None:
-        what = f"{store.place} is not packed by {packing} into rows of {seq_length} tokens: {folder} is not there"
-        raise UserError(what, hint=again)
-    found = record.store, record.documents
-    wanted = store.manifest.fingerprint, store.manifest.documents_fingerprint
-    if found != wanted:
-        what = f"{folder} is the index of another store, of fingerprint {found[0]}: {store.place} has {wanted[0]}"
-        raise UserError(what, hint=f"{again} --output FOLDER")
+        raise UserError(
+            f"{store.place} is not packed by {packing} into rows of {seq_length} tokens: {folder} is not there",
+            hint=again,
+        )
+    manifest = store.manifest
+    if (record.store, record.documents) != (manifest.fingerprint, manifest.documents_fingerprint):
+        raise UserError(
+            f"{folder} is the index of another store, of fingerprint {record.store}: {store.place} has "
+            f"{manifest.fingerprint}",
+            hint=f"{again} --output FOLDER",
+        )
     if (record.packing, record.seq_length) != (packing, seq_length):
-        what = f"{folder} is packed by {record.packing} into rows of {record.seq_length} tokens"
-        raise UserError(f"{what}, not by {packing} into rows of {seq_length}", hint=f"{again} --output FOLDER")
+        raise UserError(
+            f"{folder} is packed by {record.packing} into rows of {record.seq_length} tokens, not by {packing} into "
+            f"rows of {seq_length}",
+            hint=f"{again} --output FOLDER",
+        )
     return record
 
 
@@ -190,24 +195,17 @@ def column_path(folder: Path, name: str) -> Path:
     return folder / column_file(name)
 
 
-def default_folder(store: str | os.PathLike[str], packing: str, seq_length: int) -> Path:
-    """Return the folder of a store's index, if it is in the store."""
-    return Path(store) / default_name(packing, seq_length)
-
-
 def default_name(packing: str, seq_length: int) -> str:
     """Return the name of an index in its store."""
     return f"packing-{packing}-{seq_length}"
 
 
-def read_record(folder: Path) -> PackingRecord | None:
-    """Return the record of the index in a folder, None if there is none."""
-    path = folder / RECORD_NAME
-    with reading(path):
-        try:
-            size_bytes = path.stat().st_size
-            if size_bytes > MAX_RECORD_BYTES:
-                raise CheckFailed(f"{path} has {size_bytes} bytes, more than the {MAX_RECORD_BYTES} it may have")
-            return PackingRecord.parse(path, path.read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+def read_record(place: Path | str) -> PackingRecord | None:
+    """Return the record of the index in a folder or at a URL, None if there is none."""
+    storage = open_repeating(place)
+    return read_checked(storage, f"{storage.url}/{RECORD_NAME}", _read_record)
+
+
+def _read_record(storage: Storage) -> PackingRecord | None:
+    content = read_small(storage, RECORD_NAME, MAX_RECORD_BYTES)
+    return None if content is None else PackingRecord.parse(f"{storage.url}/{RECORD_NAME}", content)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from datakit.format.shard import Int64s
 from datakit.shards.gone_shards import GoneShards
@@ -53,13 +52,10 @@ class RecordedRows:
 
     def pieces(self, row: int, seq_length: int) -> list[Piece]:
         """Raise UserError: the tokens are not there."""
-        self._refuse()
+        self.shards.refuse()
 
     def rows_of(self, document: int, tokens: range, seq_length: int) -> Int64s:
         """Raise UserError: the documents are not there."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         self.shards.refuse()
 
 

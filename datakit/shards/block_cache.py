@@ -23,10 +23,10 @@ import numpy.typing as npt
 import xxhash
 
 from datakit.files.durable import reading
+from datakit.format.native import library
 from datakit.format.shard import Int64s, mapped_at
 from datakit.shards.cache_folder import CacheFolder, checked, is_full, larger_cache, pages
 from datakit.shards.holdings import Kind
-from datakit.shards.native import cache_library
 from datakit.shards.shard_file import OPEN_FILES, ShardFile
 from threefold.errors import UserError
 from threefold.storage import Buffer, open_storage
@@ -50,38 +50,21 @@ class BlockCache:
 
     def __init__(self, place: Path, max_bytes: int) -> None:
         """Make the folder, if it is not there; StorageError if it cannot be written."""
-        self._folder = folder = CacheFolder(place, max_bytes, OPEN_FILES.most)
+        self.folder = folder = CacheFolder(place, max_bytes, OPEN_FILES.most)
         self.place, self.needed, self.bytes_added = folder.place, folder.needed, 0
         self.mapped, self.opened, self.files = folder.mapped, folder.opened, folder.files
         self.is_used = False
 
-    @property
-    def max_bytes(self) -> int:
-        """The bound."""
-        return self._folder.max_bytes
-
-    @max_bytes.setter
-    def max_bytes(self, most: int) -> None:
-        self._folder.max_bytes = most
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Return how many bytes of blocks it has room for."""
-        return self._folder.ahead_bytes
-
     def check_step(self, blocks: Int64s) -> None:
         """Raise UserError if the blocks of these sizes, which are mapped for a first batch, are more than the cache."""
         num_bytes, largest = int(blocks.sum()), pages([int(blocks.max(initial=0))])
-        if num_bytes > self.max_bytes and not self.is_used:
+        if num_bytes > self.folder.max_bytes and not self.is_used:
             raise UserError(
-                f"the cache {self.place} has {self.max_bytes} bytes, and a step maps {num_bytes} bytes of blocks",
+                f"the cache {self.place} has {self.folder.max_bytes} bytes, "
+                f"and a step maps {num_bytes} bytes of blocks",
                 hint=larger_cache(max(-(-num_bytes >> 20), _least_mib(largest))),
             )
         self.is_used = True
-
-    def may_map(self, num_bytes: int) -> bool:
-        """Return whether so many bytes of blocks may be mapped in addition."""
-        return self._folder.may_hold(num_bytes, Kind.BLOCK)
 
     def get(self, name: str, size_bytes: int, make: Callable[[], Buffer]) -> ShardFile:
         """Return the open file of a block; if it is not there, `make` fetches it, in one process at a time.
@@ -89,14 +72,14 @@ class BlockCache:
         It is not kept, and may lose its name while it is open, if it may not be held.
         """
         file = self._opened(name, size_bytes, make)
-        if self.may_map(pages([size_bytes])):
+        if self.folder.may_hold(pages([size_bytes]), Kind.BLOCK):
             self._hold(file, name, pages([size_bytes]))
         return file
 
     def _opened(self, name: str, size_bytes: int, make: Callable[[], Buffer]) -> ShardFile:
         file = self._open(name, size_bytes)
         while file is None:
-            with self._folder.locked(_lock_of(name)):
+            with self.folder.locked(_lock_of(name)):
                 file = self._open(name, size_bytes)
                 if file is None:
                     self._write([(name, size_bytes)], [make()])
@@ -110,10 +93,7 @@ class BlockCache:
 
         As of any mapped file, reading what somebody has cut off meanwhile ends the process.
         """
-        [memory] = self.mapped_blocks([(name, size_bytes)], kind)
-        if memory is None and self._folder.may_hold(pages([size_bytes]), kind):
-            self._opened(name, size_bytes, make)
-            [memory] = self.mapped_blocks([(name, size_bytes)], kind)
+        memory = self.mapped_block(name, size_bytes, make, kind)
         if memory is not None:
             return memory
         file = self._open(name, size_bytes)
@@ -122,12 +102,14 @@ class BlockCache:
         with reading(file.path):
             return np.frombuffer(os.pread(file.descriptor, size_bytes, 0), np.uint8)
 
-    def mapped_block(self, name: str, size_bytes: int, make: Callable[[], Buffer]) -> npt.NDArray[np.uint8] | None:
+    def mapped_block(
+        self, name: str, size_bytes: int, make: Callable[[], Buffer], kind: Kind = Kind.BLOCK
+    ) -> npt.NDArray[np.uint8] | None:
         """Return the bytes of a block, fetched as by `get`, mapped as by `memory`; None if it may not be held."""
-        [memory] = self.mapped_blocks([(name, size_bytes)])
-        if memory is None and self.may_map(size_bytes):
+        [memory] = self.mapped_blocks([(name, size_bytes)], kind)
+        if memory is None and self.folder.may_hold(pages([size_bytes]), kind):
             self._opened(name, size_bytes, make)
-            [memory] = self.mapped_blocks([(name, size_bytes)])
+            [memory] = self.mapped_blocks([(name, size_bytes)], kind)
         return memory
 
     def mapped_blocks(
@@ -137,18 +119,18 @@ class BlockCache:
         num_held, held_bytes = 0, 0
         for _, size in blocks:
             held_bytes += pages([size])
-            if not self._folder.may_hold(held_bytes, kind):
+            if not self.folder.may_hold(held_bytes, kind):
                 break
             num_held += 1
-        found = self._folder.retried(lambda: self._map(blocks[:num_held], kind))
+        found = self.folder.retried(lambda: self._map(blocks[:num_held], kind))
         return [*found, *[None] * (len(blocks) - num_held)]
 
     def _map(self, blocks: Sequence[tuple[str, int]], kind: Kind) -> list[npt.NDArray[np.uint8] | None]:
         sizes, addresses = array("q", (size for _, size in blocks)), array("q", bytes(8 * len(blocks)))
-        holdings, found = self._folder.holdings, list[npt.NDArray[np.uint8] | None]()
+        holdings, mapped = self.folder.holdings, list[npt.NDArray[np.uint8] | None]()
         with holdings.linking():
-            code = cache_library().dk_map_blocks(
-                os.fsencode(self._folder.path), os.fsencode(holdings.folder), _joined(blocks),
+            code = library().dk_map_blocks(
+                os.fsencode(self.folder.path), os.fsencode(holdings.folder), _joined(blocks),
                 sizes.buffer_info()[0], len(blocks), addresses.buffer_info()[0],
             )  # fmt: skip
             checked(code)
@@ -156,36 +138,36 @@ class BlockCache:
                 if address:
                     holdings.add(name, pages([size]), kind)
                 release = partial(holdings.release, name)
-                found.append(mapped_at(address, size, release) if address else None)
-        return found
+                mapped.append(mapped_at(address, size, release) if address else None)
+        return mapped
 
     def fill(self, blocks: Sequence[tuple[str, int]], make: Callable[[int, int], Sequence[Buffer]]) -> None:
         """Fetch those of some blocks, names with sizes, that are not there; `make(i, j)` returns blocks [i, j)."""
         if not self._missing(blocks):
             return
         places = sorted(_lock_of(name) for name, _ in blocks)  # in one order, so no two wait for each other
-        with self._folder.locked(*places):
+        with self.folder.locked(*places):
             for first, stop in self._missing(blocks):
                 self._write(blocks[first:stop], make(first, stop))
 
     def _missing(self, blocks: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
         """Return which of the blocks are not there, as ranges [first, stop); the others count as used."""
-        sizes, there = array("q", (size for _, size in blocks)), array("q", bytes(8 * len(blocks)))
-        folder, names = os.fsencode(self._folder.path), _joined(blocks)
-        find = cache_library().dk_find_blocks
-        self._folder.retried(
-            lambda: checked(find(folder, names, sizes.buffer_info()[0], len(blocks), there.buffer_info()[0]))
+        sizes, flags = array("q", (size for _, size in blocks)), array("q", bytes(8 * len(blocks)))
+        folder, names = os.fsencode(self.folder.path), _joined(blocks)
+        find = library().dk_find_blocks
+        self.folder.retried(
+            lambda: checked(find(folder, names, sizes.buffer_info()[0], len(blocks), flags.buffer_info()[0]))
         )
-        found: list[tuple[int, int]] = []
-        for number, is_there in enumerate(there):
+        missing: list[tuple[int, int]] = []
+        for number, is_there in enumerate(flags):
             if not is_there:
-                first = found.pop()[0] if found and found[-1][1] == number else number
-                found.append((first, number + 1))
-        return found
+                first = missing.pop()[0] if missing and missing[-1][1] == number else number
+                missing.append((first, number + 1))
+        return missing
 
     def _open(self, name: str, size_bytes: int) -> ShardFile | None:
-        path = self._folder.path / name
-        with self._folder.failures():
+        path = self.folder.path / name
+        with self.folder.failures():
             try:
                 file = ShardFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), is_kept=False)
             except FileNotFoundError:
@@ -201,7 +183,7 @@ class BlockCache:
 
     def _hold(self, file: ShardFile, name: str, num_bytes: int) -> None:
         """Hold an open file, unless it has lost its name, or files have one name each."""
-        holdings = self._folder.holdings
+        holdings = self.folder.holdings
         with holdings.linking(), suppress(OSError):
             with suppress(FileExistsError):
                 os.link(file.path, holdings.folder / name)
@@ -212,18 +194,18 @@ class BlockCache:
     def _write(self, blocks: Sequence[tuple[str, int]], contents: Sequence[Buffer]) -> None:
         """Write blocks, after others were removed if need be."""
         assert [len(content) for content in contents] == [size for _, size in blocks], "a block's name says its size"
-        for first, stop in _parts([size for _, size in blocks], self.max_bytes // WRITTEN_PART):
+        for first, stop in _parts([size for _, size in blocks], self.folder.max_bytes // WRITTEN_PART):
             self._write_part(blocks[first:stop], contents[first:stop])
 
     def _write_part(self, blocks: Sequence[tuple[str, int]], contents: Sequence[Buffer]) -> None:
         num_bytes = pages(size for _, size in blocks)
-        if num_bytes > self._folder.most_bytes // FITTING_PART:
+        if num_bytes > self.folder.most_bytes // FITTING_PART:
             raise UserError(
                 f"a block of {num_bytes} bytes does not fit into a quarter of the cache {self.place}, as it has to: "
-                f"that has {self.max_bytes} bytes",
+                f"that has {self.folder.max_bytes} bytes",
                 hint=larger_cache(_least_mib(num_bytes)),
             )
-        self._folder.retried(lambda: self._write_all(blocks, contents, num_bytes))
+        self.folder.retried(lambda: self._write_all(blocks, contents, num_bytes))
         self.bytes_added += sum(size for _, size in blocks)
 
     def _write_all(self, blocks: Sequence[tuple[str, int]], contents: Sequence[Buffer], num_bytes: int) -> None:
@@ -232,16 +214,16 @@ class BlockCache:
         addresses = array("q", (np.frombuffer(content, np.uint8).ctypes.data for content in contents))
         while True:
             try:
-                with self._folder.room(num_bytes) as room:
+                with self.folder.room(num_bytes) as room:
                     checked(
-                        cache_library().dk_write_blocks(
-                            os.fsencode(self._folder.path), os.fsencode(self._folder.holdings.folder), room.encode(),
+                        library().dk_write_blocks(
+                            os.fsencode(self.folder.path), os.fsencode(self.folder.holdings.folder), room.encode(),
                             _joined(blocks), addresses.buffer_info()[0], sizes.buffer_info()[0], len(blocks),
                         )
                     )  # fmt: skip
                 return
             except OSError as error:
-                if not is_full(error) or not self._folder.make_free(num_bytes):
+                if not is_full(error) or not self.folder.make_free(num_bytes):
                     raise
 
 
@@ -261,11 +243,11 @@ def shared_cache(folder: str | Path, cache_mib: int) -> BlockCache:
     open_storage(folder)  # refuses "~", which only a shell knows, and what is not a path
     place, max_bytes = Path(folder).absolute(), cache_mib << 20
     with _lock:
-        found = _caches.get(place)
-        if found is None or not place.exists():  # then it bounds nothing, whoever holds it still
-            found = _caches[place] = BlockCache(place, max_bytes)
-        found.max_bytes = min(found.max_bytes, max_bytes)
-    return found
+        cache = _caches.get(place)
+        if cache is None or not place.exists():  # then it bounds nothing, whoever holds it still
+            cache = _caches[place] = BlockCache(place, max_bytes)
+        cache.folder.max_bytes = min(cache.folder.max_bytes, max_bytes)
+    return cache
 
 
 def _least_mib(block_bytes: int) -> int:
@@ -280,13 +262,13 @@ def _joined(blocks: Iterable[tuple[str, int]]) -> bytes:
 
 def _parts(sizes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:
     """Return ranges [first, stop) of at most so many bytes each, or of one size: of 3, 4, 5 and 9, with 8, three."""
-    found = list[tuple[int, int]]()
+    parts = list[tuple[int, int]]()
     for number, size in enumerate(sizes):
-        if found and sum(sizes[found[-1][0] : number]) + size <= most_bytes:
-            found[-1] = found[-1][0], number + 1
+        if parts and sum(sizes[parts[-1][0] : number]) + size <= most_bytes:
+            parts[-1] = parts[-1][0], number + 1
         else:
-            found.append((number, number + 1))
-    return found
+            parts.append((number, number + 1))
+    return parts
 
 
 def _lock_of(name: str) -> int:

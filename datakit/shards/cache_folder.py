@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import TypeVar
 from weakref import finalize
 
+from datakit.format.native import library
 from datakit.shards.holdings import Holdings, Kind
 from datakit.shards.kept_open import Bound
-from datakit.shards.native import cache_library
 from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
+from threefold.storage.folders import opened
 
 Value = TypeVar("Value")
 ROOM_PATIENCE_S = 30.0  # room that others hold is waited for so long
@@ -118,24 +119,20 @@ class CacheFolder:
         return True
 
     def _free_to_hold(self, kind: Kind) -> int:
-        held = self.holdings.num_bytes
+        sizes = self.holdings.num_bytes
         if time.monotonic() > self._looked_s + 1:
             self._look()
         num, most = self._num_processes, self.most_bytes
-        files = held[Kind.FILE] + held[Kind.SHARED] // num
+        files = sizes[Kind.FILE] + sizes[Kind.SHARED] // num
         if kind is Kind.BLOCK:
-            return (most // num - files) // 2 - held[kind]
+            return (most // num - files) // 2 - sizes[kind]
         of_files = most // num // FILES_PART - files
-        return of_files if kind is Kind.FILE else min(num * of_files, most // SHARED_PART - held[kind])
+        return of_files if kind is Kind.FILE else min(num * of_files, most // SHARED_PART - sizes[kind])
 
     def _look(self) -> None:
         """Learn how many processes use the cache."""
-        with suppress(OSError):
-            descriptor = os.open(self._locks, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._header(descriptor)
-            finally:
-                os.close(descriptor)
+        with suppress(OSError), opened(self._locks, os.O_RDONLY | os.O_CLOEXEC) as descriptor:
+            self._header(descriptor)
 
     @contextmanager
     def room(self, num_bytes: int) -> Iterator[str]:
@@ -170,11 +167,8 @@ class CacheFolder:
             if used > self.most_bytes:
                 self._note(descriptor, used - num_bytes)
                 return None
-            file = os.open(holdings.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.truncate(file, num_bytes)
-            finally:
-                os.close(file)
+            (holdings.folder / name).touch(0o600, exist_ok=False)
+            os.truncate(holdings.folder / name, num_bytes)
             self._note(descriptor, used)
         return name
 
@@ -188,13 +182,12 @@ class CacheFolder:
 
     def _let_go(self) -> bool:
         """Keep half of what is open or mapped; False if nothing is."""
-        is_less = [bound.halve() for bound in (self.mapped, self.opened, self.files)]
-        return any(is_less)
+        return sum(bound.halve() for bound in (self.mapped, self.opened, self.files)) > 0
 
     def _evict(self, most: int) -> int:
         """Remove blocks until all has at most so many bytes, and a good deal less; return what it has."""
         needed, num_processes = tuple(self.needed), array("q", [0])
-        left: int = cache_library().dk_evict_blocks(
+        left: int = library().dk_evict_blocks(
             os.fsencode(self.path), "\0".join(needed).encode(), len(needed), most,
             max(0, most - self.max_bytes // ROOM_PART), num_processes.buffer_info()[0],
         )  # fmt: skip
@@ -204,9 +197,9 @@ class CacheFolder:
 
     def _header(self, descriptor: int) -> int:
         """Return the bytes that were noted, and learn the number of processes."""
-        found = os.pread(descriptor, _HEADER.size, 0)
+        header = os.pread(descriptor, _HEADER.size, 0)
         used: int
-        used, num_processes = _HEADER.unpack(found) if len(found) == _HEADER.size else (0, 1)
+        used, num_processes = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 1)
         self._num_processes, self._looked_s = max(1, num_processes), time.monotonic()
         return used
 
@@ -247,7 +240,7 @@ class CacheFolder:
     def _lock(self, descriptor: int, places: "array[int]") -> int:
         """Lock bytes one after the other; return how many, before the first that another holds."""
         with self.failures():
-            return checked(cache_library().dk_lock_bytes(descriptor, places.buffer_info()[0], len(places)))
+            return checked(library().dk_lock_bytes(descriptor, places.buffer_info()[0], len(places)))
 
     def _remove_former(self) -> None:
         """Remove what other starts of the machine left, if no process holds it: another node's it may be."""

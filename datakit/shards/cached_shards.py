@@ -6,6 +6,7 @@ The stream, its samples and cursors are those of the same store in a local folde
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -31,10 +32,8 @@ from datakit.shards.shard_tokens import (
     ArchivedTokens,
     PlainTokens,
     ShardTokens,
-    block_at,
     content_name,
     distinct,
-    path_of,
 )
 from datakit.shards.store_source import SourceFile, StoreSource
 from threefold.errors import CheckFailed, quoted
@@ -44,7 +43,7 @@ from threefold.storage import Buffer
 OPEN_TOKENS = Bound(4096)  # some dozen bytes a block each
 CACHE_MIB = 10240
 MAPPED_PART = 16  # blocks are mapped to be read if at least such a part of them is
-_BLOCK_BITS = 32
+BlockPlace = tuple[int, int]  # a shard, and a block of its tokens
 
 
 class Block(NamedTuple):
@@ -73,11 +72,11 @@ class CachedShards:
         self.itemsize = STORE_DTYPES[self.manifest.dtype]
         self.token_starts = [0, *accumulate(self.manifest.shard_tokens)]
         self.document_starts = [0, *accumulate(self.manifest.shard_documents)]
-        self._tokens: KeptOpen[ShardTokens] = KeptOpen(OPEN_TOKENS)
-        self._shards: KeptOpen[TokenShard] = KeptOpen(cache.files)
-        self._origins: KeptOpen[Origins] = KeptOpen(cache.files)
-        self._open_blocks: KeptOpen[ShardFile] = KeptOpen(cache.opened)
-        self._mapped_blocks: KeptOpen[npt.NDArray[np.uint8]] = KeptOpen(cache.mapped)
+        self._tokens: KeptOpen[int, ShardTokens] = KeptOpen(OPEN_TOKENS)
+        self._shards: KeptOpen[int, TokenShard] = KeptOpen(cache.files)
+        self._origins: KeptOpen[int, Origins] = KeptOpen(cache.files)
+        self._open_blocks: KeptOpen[BlockPlace, ShardFile] = KeptOpen(cache.opened)
+        self._mapped_blocks: KeptOpen[BlockPlace, npt.NDArray[np.uint8]] = KeptOpen(cache.mapped)
 
     @classmethod
     def open(cls, url: str, cache: str | os.PathLike[str], cache_mib: int = CACHE_MIB) -> "CachedShards":
@@ -90,7 +89,7 @@ class CachedShards:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as URL and cache, which are opened again."""
-        return CachedShards.open, (self.url, str(self.cache.place.absolute()), self.cache.max_bytes >> 20)
+        return CachedShards.open, (self.url, str(self.cache.place.absolute()), self.cache.folder.max_bytes >> 20)
 
     @property
     def place(self) -> str:
@@ -136,13 +135,9 @@ class CachedShards:
         """Return the error of a store that is not as it was written."""
         return CheckFailed(what, hint=f"datakit verify {quoted(self.place)}")
 
-    def open_tokens(self, number: int) -> None:
-        """Fetch what says where the blocks of a shard's tokens are, as whoever first asks for one does."""
-        self._tokens_of(number)
-
     def blocks(self, number: int, starts: Int64s, stops: Int64s) -> list[int]:
         """Return which blocks of a shard's tokens hold something of some ranges of bytes, sorted."""
-        bounds = self._bounds(number)
+        bounds = self.tokens_of(number).edges
         return _all_between(*_first_and_last(bounds, starts, stops), len(bounds))
 
     def stretches(self, number: int, starts: Int64s) -> list[int]:
@@ -163,7 +158,7 @@ class CachedShards:
 
     def block(self, shard: int, number: int) -> Block:
         """Return what names a block in the cache."""
-        tokens = self._tokens_of(shard)
+        tokens = self.tokens_of(shard)
         first, last = tokens.bounds[number : number + 2]
         return Block(self, shard, number, f"{tokens.content}-{first}-{last}", last - first)
 
@@ -174,20 +169,20 @@ class CachedShards:
     def fetch_run(self, run: Sequence[Block]) -> None:
         """Fetch blocks of a shard that follow each other into the cache, in one request if none of them is there."""
         [shard], first = {block.shard for block in run}, run[0].number
-        tokens = self._tokens_of(shard)
+        tokens = self.tokens_of(shard)
         blocks = [(block.name, block.size_bytes) for block in run]
         self.cache.fill(blocks, lambda start, stop: tokens.fetch(first + start, first + stop))
 
     def map_blocks(self, blocks: Iterable[Block]) -> None:
         """Map those blocks that are in the cache, so that whoever reads them need not."""
-        new = [block for block in blocks if _key(block.shard, block.number) not in self._mapped_blocks]
+        new = [block for block in blocks if (block.shard, block.number) not in self._mapped_blocks]
         for block, memory in zip(new, self.cache.mapped_blocks([(block.name, block.size_bytes) for block in new])):
             if memory is not None:
-                self._mapped_blocks.get(_key(block.shard, block.number), lambda _: memory)  # noqa: B023
+                self._mapped_blocks.get((block.shard, block.number), lambda _: memory)  # noqa: B023
 
     def unmap(self, block: Block) -> None:
         """Keep a block mapped no longer than what is being read of it."""
-        self._mapped_blocks.drop(_key(block.shard, block.number))
+        self._mapped_blocks.drop((block.shard, block.number))
 
     def mapped(self, number: int, starts: Int64s, stops: Int64s) -> tuple[Int64s, list[Any]] | None:
         """Return where ranges of bytes of a shard's tokens are in memory, and what keeps them there.
@@ -195,44 +190,44 @@ class CachedShards:
         They are in mapped blocks, and copied where they go over the end of one. A mapping keeps a block's room on the
         disk: None if the ranges are a small part of their blocks that are not mapped yet, or these may not be held.
         """
-        bounds = self._bounds(number)
+        bounds = self.tokens_of(number).edges
         firsts, lasts = _first_and_last(bounds, starts, stops)
         numbers = _all_between(firsts, lasts, len(bounds))
         if not self._is_mapped(number, numbers, (stops - starts).sum()):
             return None
         try:
-            blocks = {each: self._mapped_blocks.get(_key(number, each), self._map_block) for each in numbers}
+            blocks = {block: self._mapped_blocks.get((number, block), self._map_block) for block in numbers}
         except NotHeldError:
             return None
         begins = np.zeros(len(bounds), np.int64)
         begins[numbers] = [block.ctypes.data for block in blocks.values()]
-        addresses, held = (begins - bounds)[firsts] + starts, list(blocks.values())
+        addresses, memory = (begins - bounds)[firsts] + starts, list(blocks.values())
         for place in np.flatnonzero(firsts != lasts).tolist():
             parts = [
-                blocks[each][max(0, starts[place] - bounds[each]) : stops[place] - bounds[each]]
-                for each in range(firsts[place], lasts[place] + 1)
+                blocks[block][max(0, starts[place] - bounds[block]) : stops[place] - bounds[block]]
+                for block in range(firsts[place], lasts[place] + 1)
             ]
-            held.append(np.concatenate(parts))
-            addresses[place] = held[-1].ctypes.data
-        return addresses, held
+            memory.append(np.concatenate(parts))
+            addresses[place] = memory[-1].ctypes.data
+        return addresses, memory
 
     def sizes_to_map(self, number: int, starts: Int64s, stops: Int64s) -> Int64s:
         """Return the bytes of the blocks of some ranges of a shard's tokens, none if they would not be mapped."""
         blocks = self.blocks(number, starts, stops)
         is_mapped = self._is_mapped(number, blocks, (stops - starts).sum())
-        return np.diff(self._bounds(number))[blocks if is_mapped else []]
+        return np.diff(self.tokens_of(number).edges)[blocks if is_mapped else []]
 
     def _is_mapped(self, number: int, blocks: list[int], num_bytes: int) -> bool:
         """Return whether blocks are mapped to read so many bytes of them."""
-        new = [block for block in blocks if _key(number, block) not in self._mapped_blocks]
-        return not new or num_bytes * MAPPED_PART >= np.diff(self._bounds(number))[new].sum()
+        new = [block for block in blocks if (number, block) not in self._mapped_blocks]
+        return not new or num_bytes * MAPPED_PART >= np.diff(self.tokens_of(number).edges)[new].sum()
 
     def file_pieces(self, number: int, start: int, stop: int) -> Iterator[FilePiece]:
         """Yield the pieces of cached blocks that are bytes [start, stop) of a shard's tokens, in order."""
-        tokens = self._tokens_of(number)
-        block = block_at(tokens, start)
+        tokens = self.tokens_of(number)
+        block = bisect_right(tokens.bounds, start) - 1
         while start < stop:
-            file = self._open_blocks.get(_key(number, block), self._open_block, lambda file: file.is_kept)
+            file = self._open_blocks.get((number, block), self._open_block, lambda file: file.is_kept)
             end = min(stop, tokens.bounds[block + 1])
             yield FilePiece(file, start - tokens.bounds[block], end - start)
             start, block = end, block + 1
@@ -255,27 +250,22 @@ class CachedShards:
         first, end = self.token_starts[number : number + 2]
         return first * self.itemsize, end * self.itemsize
 
-    def _tokens_of(self, number: int) -> ShardTokens:
+    def tokens_of(self, number: int) -> ShardTokens:
+        """Return the blocks of a shard's tokens; what says where these are is fetched at first use."""
         return self._tokens.get(number, self._open_tokens)
 
-    def _bounds(self, number: int) -> Int64s:
-        return self._tokens_of(number).edges
+    def _open_block(self, place: BlockPlace) -> ShardFile:
+        return self.fetch(self.block(*place))
 
-    def _open_block(self, key: int) -> ShardFile:
-        return self.fetch(self._block_of(key))
-
-    def _map_block(self, key: int) -> npt.NDArray[np.uint8]:
-        block = self._block_of(key)
+    def _map_block(self, place: BlockPlace) -> npt.NDArray[np.uint8]:
+        block = self.block(*place)
         memory = self.cache.mapped_block(block.name, block.size_bytes, partial(self._content_of, block))
         if memory is None:
             raise NotHeldError
         return memory
 
-    def _block_of(self, key: int) -> Block:
-        return self.block(key >> _BLOCK_BITS, key & (1 << _BLOCK_BITS) - 1)
-
     def _content_of(self, block: Block) -> Buffer:
-        return self._tokens_of(block.shard).fetch(block.number, block.number + 1)[0]
+        return self.tokens_of(block.shard).fetch(block.number, block.number + 1)[0]
 
     def _open_tokens(self, number: int) -> ShardTokens:
         [file, *_] = self._files_of(number)
@@ -295,23 +285,26 @@ class CachedShards:
 
     def _open_shard(self, number: int) -> TokenShard:
         bin_file, file, _ = self._files_of(number)
-        index = ShardIndex(path_of(self.source, file), self._mapped(file))
+        index = ShardIndex(Path(self.source.place_of(file)), self._mapped(file))
         entry = self.manifest.shards[number]
         found = index.dtype.name, index.num_documents, index.num_sequences
         expected = self.manifest.dtype, entry.num_documents, entry.num_documents
         if found != expected:
-            what = f"dtype, documents, sequences {found}, its manifest says {expected}"
-            raise self.damaged(f"{self.source.place_of(file)} has {what}")
-        read = partial(self.read_tokens, number)
-        return RemoteShard(index, path_of(self.source, bin_file), entry.num_tokens, read)
+            raise self.damaged(
+                f"{self.source.place_of(file)} has dtype, documents, sequences {found}, its manifest says {expected}"
+            )
+        bin_path = Path(self.source.place_of(bin_file))
+        return RemoteShard(index, bin_path, entry.num_tokens, partial(self.read_tokens, number))
 
     def _open_origins(self, number: int) -> Origins:
         *_, file = self._files_of(number)
         entry = self.manifest.shards[number]
-        origins = Origins(path_of(self.source, file), entry.first_line, self._mapped(file))
+        origins = Origins(Path(self.source.place_of(file)), entry.first_line, self._mapped(file))
         if origins.num_documents != entry.num_documents:
-            what = f"{origins.num_documents} documents, its manifest says {entry.num_documents}"
-            raise self.damaged(f"{self.source.place_of(file)} has {what}")
+            raise self.damaged(
+                f"{self.source.place_of(file)} has {origins.num_documents} documents, "
+                f"its manifest says {entry.num_documents}"
+            )
         return origins
 
     def _mapped(self, file: SourceFile) -> memoryview:
@@ -325,11 +318,6 @@ class CachedShards:
     def _files_of(self, number: int) -> list[SourceFile]:
         """Return the files of a shard: tokens, index, origins."""
         return self.source.files[3 * number : 3 * number + 3]
-
-
-def _key(shard: int, block: int) -> int:
-    """Return what a block has as a number among those that are kept open."""
-    return shard << _BLOCK_BITS | block
 
 
 def _first_and_last(bounds: Int64s, starts: Int64s, stops: Int64s) -> tuple[Int64s, Int64s]:

@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +20,8 @@ BYTES_A_DOCUMENT = 12  # of a column
 _NUM_OPENERS = 8  # threads that open shards for one
 
 
-class DocumentPlaces(Protocol):
-    """The documents of a store by their numbers; safe to read from several threads."""
-
-    def lengths(self, begin: int, end: int) -> Int32s:
-        """Return how many tokens each of the documents [begin, end) has."""
-
-    def place(self, document: int) -> tuple[int, int]:
-        """Return the address of a document's first token in the store, and its length."""
-
-
 class IndexedPlaces:
-    """Those of mapped indices."""
+    """The documents of a store by their numbers, in mapped indices; safe to read from several threads."""
 
     def __init__(
         self, shard: Callable[[int], TokenShard], token_starts: Sequence[int], document_starts: Sequence[int]
@@ -41,7 +30,7 @@ class IndexedPlaces:
         self._shard, self._tokens, self._documents = shard, token_starts, document_starts
 
     def lengths(self, begin: int, end: int) -> Int32s:
-        """Return the lengths of documents, read past the mapped indices, whose pages would stay in memory."""
+        """Return the tokens of each document [begin, end), read past the mapped indices: their pages would stay."""
         lengths = np.empty(end - begin, np.int32)
         for number, (first, stop) in enumerate(pairwise(self._documents)):
             low, high = max(first, begin), min(stop, end)
@@ -52,7 +41,7 @@ class IndexedPlaces:
         return lengths
 
     def place(self, document: int) -> tuple[int, int]:
-        """Return the address of a document, and its length."""
+        """Return the address of a document's first token in the store, and its length."""
         number = bisect_right(self._documents, document) - 1
         shard, inside = self._shard(number), document - self._documents[number]
         start = int(shard.index.pointers[inside]) // shard.dtype.itemsize
@@ -63,35 +52,35 @@ class ColumnPlaces:
     """Those of a column: the addresses of all documents, 8 bytes each, and after them the lengths, 4 bytes each."""
 
     def __init__(self, column: npt.NDArray[np.uint8]) -> None:
-        """Take the bytes of a column, as `encode_places` returned them."""
+        """Take the bytes of a column, as `encode_places` returns them."""
         count = len(column) // BYTES_A_DOCUMENT
-        self._column = column  # keeps a mapping
-        self._addresses = column[: 8 * count].view("<i8")
-        self._lengths = column[8 * count :].view("<i4")
+        self.column = column  # keeps a mapping
+        self.addresses, self.all_lengths = column[: 8 * count].view("<i8"), column[8 * count :].view("<i4")
 
     def lengths(self, begin: int, end: int) -> Int32s:
         """Return the lengths of documents."""
-        return self._lengths[begin:end].astype(np.int32)
+        return self.all_lengths[begin:end].astype(np.int32)
 
     def place(self, document: int) -> tuple[int, int]:
         """Return the address of a document, and its length."""
-        return int(self._addresses[document]), int(self._lengths[document])
+        return int(self.addresses[document]), int(self.all_lengths[document])
+
+
+DocumentPlaces = IndexedPlaces | ColumnPlaces
 
 
 def encode_places(
     open_shard: Callable[[int], TokenShard], token_starts: Sequence[int], document_starts: Sequence[int]
 ) -> memoryview:
     """Return the column of all documents of shards, which begin at these tokens and documents; some open at a time."""
-    count = document_starts[-1]
-    column = np.empty(BYTES_A_DOCUMENT * count, np.uint8)
-    addresses, lengths = column[: 8 * count].view("<i8"), column[8 * count :].view("<i4")
+    places = ColumnPlaces(np.empty(BYTES_A_DOCUMENT * document_starts[-1], np.uint8))
 
     def put(number: int) -> None:
         shard = open_shard(number)
         inside = slice(*document_starts[number : number + 2])
-        addresses[inside] = shard.index.pointers // shard.dtype.itemsize + token_starts[number]
-        lengths[inside] = shard.index.lengths
+        places.addresses[inside] = shard.index.pointers // shard.dtype.itemsize + token_starts[number]
+        places.all_lengths[inside] = shard.index.lengths
 
     with ThreadPoolExecutor(_NUM_OPENERS) as pool:
         list(pool.map(put, range(len(document_starts) - 1)))
-    return column.data
+    return places.column.data

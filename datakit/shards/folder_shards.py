@@ -45,9 +45,9 @@ class FolderShards:
         self.token_starts = [0, *accumulate(manifest.shard_tokens)]
         self.document_starts = [0, *accumulate(manifest.shard_documents)]
         self._faults: list[UserError] = []  # of files' sizes, if they are looked at beside what the store is used for
-        self._shards: KeptOpen[TokenShard] = KeptOpen(OPEN_SHARDS)
-        self._origins: KeptOpen[Origins] = KeptOpen(OPEN_ORIGINS)
-        self._files: KeptOpen[ShardFile] = KeptOpen(OPEN_FILES)
+        self._shards: KeptOpen[int, TokenShard] = KeptOpen(OPEN_SHARDS)
+        self._origins: KeptOpen[int, Origins] = KeptOpen(OPEN_ORIGINS)
+        self._files: KeptOpen[int, ShardFile] = KeptOpen(OPEN_FILES)
 
     @classmethod
     def open(

@@ -13,6 +13,7 @@ from weakref import ref
 
 from threefold.errors import StorageError
 
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 _LIMITS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of memory that can be addressed, and of open files
 
@@ -23,11 +24,11 @@ class Bound:
     def __init__(self, most: int) -> None:
         self.most = most
         # of a KeptOpen that is gone the entries stay until they are the oldest: never used again, they soon are
-        self._order: OrderedDict[tuple[ref[KeptOpen[Any]], int], None] = OrderedDict()
+        self._order: OrderedDict[tuple[ref[KeptOpen[Any, Any]], Any], None] = OrderedDict()
 
-    def used(self, owner: "ref[KeptOpen[Any]]", number: int) -> None:
+    def used(self, owner: "ref[KeptOpen[Any, Any]]", name: Any) -> None:
         """Note that a value was used, and drop the oldest beyond the bound."""
-        order, key = self._order, (owner, number)
+        order, key = self._order, (owner, name)
         try:
             order.move_to_end(key)
         except KeyError:
@@ -37,60 +38,58 @@ class Bound:
 
     def halve(self) -> bool:
         """Drop half of all values, the oldest; False where nothing is kept."""
-        before = len(self._order)
-        self.shrink(before // 2)
-        return before > 0
+        return self.shrink(len(self._order) // 2)
 
     def drop_oldest(self) -> bool:
         """Drop the value that was not used for the longest time; False where nothing is kept."""
-        before = len(self._order)
-        self.shrink(before - 1)
-        return before > 0
+        return self.shrink(len(self._order) - 1)
 
-    def shrink(self, most: int) -> None:
-        """Drop the oldest until at most so many are kept."""
+    def shrink(self, most: int) -> bool:
+        """Drop the oldest until at most so many are kept; False where nothing was."""
+        is_any = bool(self._order)
         with suppress(KeyError):  # another thread has just dropped the last one
             while len(self._order) > most:
-                (owner, number), _ = self._order.popitem(last=False)
-                if (kept := owner()) is not None:
-                    kept.drop(number)
+                (owner, name), _ = self._order.popitem(last=False)
+                if (values := owner()) is not None:
+                    values.drop(name)
+        return is_any
 
 
-class KeptOpen(Generic[Value]):
-    """The open values of one store, by shard number; safe to use from several threads."""
+class KeptOpen(Generic[Key, Value]):
+    """The open values of one store, by the number of a shard, say; safe to use from several threads."""
 
     def __init__(self, bound: Bound) -> None:
         self._bound, self._ref = bound, ref(self)
-        self._values: dict[int, Value] = {}
+        self._values: dict[Key, Value] = {}
 
     def get(
-        self, number: int, open_value: Callable[[int], Value], keeps: Callable[[Value], bool] = lambda _: True
+        self, key: Key, open_value: Callable[[Key], Value], keeps: Callable[[Value], bool] = lambda _: True
     ) -> Value:
-        """Return the value of a shard, opened if it is not kept; one that `keeps` refuses is the caller's alone.
+        """Return the value of a key, opened if it is not kept; one that `keeps` refuses is the caller's alone.
 
         If the address space is full, for instance by `ulimit -v`, or too many files are open, what is kept makes room
         for it.
         """
-        value = self._values.get(number)
+        value = self._values.get(key)
         while value is None:
             try:
-                value = open_value(number)
+                value = open_value(key)
             except StorageError as error:
                 if getattr(error.__cause__, "errno", None) not in _LIMITS or not self._bound.halve():
                     raise
             else:
                 if not keeps(value):
                     return value
-                self._values[number] = value
-        self._bound.used(self._ref, number)
+                self._values[key] = value
+        self._bound.used(self._ref, key)
         return value
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._values
+    def __contains__(self, key: Key) -> bool:
+        return key in self._values
 
-    def drop(self, number: int) -> None:
+    def drop(self, key: Key) -> None:
         """Keep this value no longer; whoever uses it still may."""
-        self._values.pop(number, None)
+        self._values.pop(key, None)
 
     def __len__(self) -> int:
         return len(self._values)

@@ -5,14 +5,14 @@ A store that is not compressed has no checksums of parts of a file. It has one o
 do, and a document that two of them share is a block by itself. A stretch of 8 MiB is then fetched as 8 MiB, and not as
 the 9 blocks that it touches. An archive's block is a frame. A block whose check fails is read once more on a new
 connection, as bits also flip on the way.
+
+Of either kind block k is bytes [bounds[k], bounds[k + 1]) of a shard's tokens, and `edges` are the bounds as an array.
+`content` names all the tokens. Both are safe to use from several threads.
 """
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -26,24 +26,6 @@ from threefold.storage import Buffer
 BLOCK_BYTES = 1 << 20
 NO_STRETCHES: Int64s = np.empty(0, np.int64)
 _threads = threading.local()
-
-
-class ShardTokens(Protocol):
-    """Blocks of one shard's tokens; block k is bytes [bounds[k], bounds[k + 1]). Safe to use from several threads.
-
-    `content` names all the tokens; `edges` are the bounds as an array.
-    """
-
-    content: str
-    bounds: list[int]
-    edges: Int64s
-
-    def fetch(self, first: int, stop: int) -> list[Buffer]:
-        """Return the bytes of the blocks [first, stop), in one request.
-
-        They may be in memory that this thread's next call uses again. CheckFailed, which names the object, if they are
-        damaged.
-        """
 
 
 class PlainTokens:
@@ -73,7 +55,7 @@ class PlainTokens:
         self.edges = np.array(self.bounds, np.int64)
 
     def fetch(self, first: int, stop: int) -> list[Buffer]:
-        """Return the bytes of the blocks [first, stop), in one request."""
+        """Return the bytes of the blocks [first, stop), in one request; CheckFailed names the object if damaged."""
         begin, end = self.bounds[first], self.bounds[stop]
         first_document, last = self._firsts[first], self._firsts[stop]
         index, origins = self._open_others()
@@ -120,6 +102,9 @@ class ArchivedTokens:
         return found
 
 
+ShardTokens = PlainTokens | ArchivedTokens
+
+
 def _first_documents(starts: Int64s, size_bytes: int, stretches: Int64s) -> Int64s:
     """Return the first document of each block, of documents that begin at some bytes and follow each other to the last.
 
@@ -154,13 +139,3 @@ def distinct(numbers: Int64s) -> Int64s:
     """Return the different numbers, sorted; np.unique imports masked arrays at its first use, which takes 30 ms."""
     found: Int64s = np.sort(numbers)
     return np.compress(np.append(True, found[1:] != found[:-1])[: len(found)], found)
-
-
-def block_at(tokens: ShardTokens, byte: int) -> int:
-    """Return the block that holds a byte."""
-    return bisect_right(tokens.bounds, byte) - 1
-
-
-def path_of(source: StoreSource, file: SourceFile) -> Path:
-    """Return a path that messages name a file by."""
-    return Path(source.place_of(file))

@@ -73,14 +73,14 @@ class StoreSource:
 
     @classmethod
     def _opened(cls, storage: Storage) -> "StoreSource":
-        record_bytes = _read_small(storage, ARCHIVE_NAME, MAX_RECORD_BYTES)
+        record_bytes = read_small(storage, ARCHIVE_NAME, MAX_RECORD_BYTES)
         record = None if record_bytes is None else ArchiveRecord.parse(f"{storage.url}/{ARCHIVE_NAME}", record_bytes)
         if record is None and storage.info(PLAN_KEY):
             raise UserError(
                 f"{storage.url} is unfinished: the command that makes it did not come to an end",
                 hint="rerun the same `datakit archive` command to continue it",
             )
-        manifest_bytes = _read_small(storage, FILE_NAME, MAX_BYTES)
+        manifest_bytes = read_small(storage, FILE_NAME, MAX_BYTES)
         if manifest_bytes is None:
             raise _fault(f"{storage.url}/{FILE_NAME} is missing") if record else _nothing_there(storage)
         if record and record.manifest != FileDigest.of(manifest_bytes):
@@ -131,7 +131,7 @@ class StoreSource:
         place = f"{self.storage.url}/{name}"
 
         def read(storage: Storage) -> bytes:
-            content = _read_small(storage, name, MAX_FILE_BYTES)
+            content = read_small(storage, name, MAX_FILE_BYTES)
             if content is None:
                 raise _fault(f"{place} is missing")
             if FileDigest.of(content) != digest:
@@ -142,7 +142,7 @@ class StoreSource:
 
     def read_small(self, name: str) -> bytes | None:
         """Return a small file beside the manifest, None if it is missing."""
-        return _read_small(self.storage, name, MAX_FILE_BYTES)
+        return read_small(self.storage, name, MAX_FILE_BYTES)
 
     def check_size(self, file: SourceFile) -> None:
         """Look a file up; CheckFailed if it is missing or not of the recorded size."""
@@ -209,7 +209,7 @@ def store_tokenizer(place: str) -> Tokenizer | None:
     return StoreSource.open(place).open_tokenizer()
 
 
-def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
+def read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
     """Return a whole record, None if it is missing."""
     info = storage.info(key)
     if info is None:

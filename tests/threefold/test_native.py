@@ -8,8 +8,6 @@ import pytest
 
 import ckptkit.io.blocks
 import datakit.format.native
-import datakit.rows.native
-import datakit.shards.native
 import threefold
 from threefold.errors import UserError
 from threefold.native import DOUBLE, HEADERS, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
@@ -52,11 +50,7 @@ def test_the_tables_are_those_of_the_headers() -> None:
     ops = pytest.importorskip("trainer.ops.native")
     tables: dict[str, Prototypes] = {
         "ckptkit/ckptkit.h": ckptkit.io.blocks.PROTOTYPES,
-        "datakit/datakit.h": datakit.rows.native.PROTOTYPES
-        | datakit.rows.native.MEGATRON_PROTOTYPES
-        | datakit.rows.native.PACKING_PROTOTYPES
-        | datakit.shards.native.PROTOTYPES
-        | datakit.format.native.PROTOTYPES,
+        "datakit/datakit.h": datakit.format.native.PROTOTYPES,
         "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,
     }
     for header, table in tables.items():
@@ -64,6 +58,16 @@ def test_the_tables_are_those_of_the_headers() -> None:
         exported = prototypes_of(text)
         assert len(exported) == len(re.findall(r"^[A-Z]+_API", text, re.MULTILINE)), "each is parsed"
         assert table == exported, header
+
+
+@pytest.mark.parametrize("name", ["STORE", "SPAN", "PIECE", "READ", "EPOCHS"])
+def test_structs_are_those_of_the_header(name: str) -> None:
+    struct = getattr(datakit.format.native, name)
+    header = (CSRC / "datakit/datakit.h").read_text()
+    [body] = re.findall(rf"^struct dk_{name.lower()} {{(.*?)^}};", header, re.DOTALL | re.MULTILINE)
+    fields = re.findall(r"^ +(int64_t|[\w ]+\*) (\w+);", body, re.MULTILINE)
+    assert struct.names == tuple(field for _, field in fields)
+    assert all(struct[field].itemsize == 8 for field in struct.names)
 
 
 def test_nothing_is_exported_beside_the_headers() -> None:

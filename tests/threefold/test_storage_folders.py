@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from threefold.errors import StorageError
+from threefold.storage import is_local, local_root
+from threefold.storage.dry_run import DryRunStorage
 from threefold.storage.folders import Folder, linked_folder
 from threefold.storage.local import LocalStorage, keep_file
+from threefold.storage.memory import MemoryStorage
 
 Act = Callable[[LocalStorage], None]
 KEY = "step/attempt/file"
@@ -91,3 +94,17 @@ def test_a_link_in_place_of_a_temporary_is_not_written_through(
         LocalStorage(tmp_path).write("key", b"new")
     assert (outside / "file").read_bytes() == b"precious"
     assert (tmp_path / ".key.tmp").is_symlink()
+
+
+def test_a_storage_on_a_local_disk_says_so(tmp_path: Path) -> None:
+    local = LocalStorage(tmp_path / "run")
+    assert local_root(local) == tmp_path / "run"
+    storages = local, MemoryStorage(), DryRunStorage(local)  # the last hides its files
+    assert [is_local(storage) for storage in storages] == [True, False, False]
+
+
+def test_whether_a_storage_is_local_is_asked_in_one_place() -> None:
+    root = Path(__file__).parents[2]
+    kits = ("datakit", "ckptkit", "threefold", "trainer")
+    files = [path for kit in kits for path in (root / kit).rglob("*.py") if 'local_path("any")' in path.read_text()]
+    assert [str(path.relative_to(root)) for path in files] == ["threefold/storage/folders.py"]

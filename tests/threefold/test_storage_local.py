@@ -282,7 +282,7 @@ def test_the_way_to_a_folder_is_synced_once(tmp_path: Path, monkeypatch: pytest.
         fsync(descriptor)
 
     storage.write("step/a/b", b"x")
-    with folders._place(tmp_path) as folder:
+    with folders.opened(tmp_path) as folder:
         if folders._handle(folder) is None:
             pytest.skip("the file system has no handles")
     monkeypatch.setattr(os, "fsync", noted)

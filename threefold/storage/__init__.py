@@ -5,24 +5,44 @@ StorageErrors that say what was done, where and what to try; those that another 
 `open_storage` chooses the backend by the URL.
 """
 
-import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from threefold.debug import is_debugging
 from threefold.errors import UserError, quoted
-from threefold.storage.contract import OBJECT_STORES as OBJECT_STORES
-from threefold.storage.contract import AlreadyExists as AlreadyExists
-from threefold.storage.contract import Buffer as Buffer
-from threefold.storage.contract import ObjectInfo as ObjectInfo
-from threefold.storage.contract import Storage as Storage
-from threefold.storage.contract import TemporaryFailure as TemporaryFailure
-from threefold.storage.contract import buffers_of as buffers_of
-from threefold.storage.contract import check_key as check_key
-from threefold.storage.contract import is_temporary as is_temporary
-from threefold.storage.contract import temporary_name as temporary_name
-from threefold.storage.contract import written_name as written_name
+from threefold.storage.contract import (
+    OBJECT_STORES,
+    AlreadyExists,
+    Buffer,
+    ObjectInfo,
+    Storage,
+    TemporaryFailure,
+    buffers_of,
+    check_key,
+    is_temporary,
+    temporary_name,
+    written_name,
+)
+from threefold.storage.folders import is_local, local_root
 from threefold.storage.mistyped import refuse_mistyped
+
+__all__ = [
+    "OBJECT_STORES",
+    "AlreadyExists",
+    "Buffer",
+    "ObjectInfo",
+    "Storage",
+    "TemporaryFailure",
+    "buffers_of",
+    "check_key",
+    "is_local",
+    "is_same_place",
+    "is_temporary",
+    "local_root",
+    "open_storage",
+    "temporary_name",
+    "written_name",
+]
 
 
 def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
@@ -64,8 +84,10 @@ def _backend(url: str | Path, write_memory_bytes: int | None) -> Storage:
 
         return LocalStorage(_folder_of(text) if scheme else text)
     if scheme in OBJECT_STORES:
-        from threefold.storage.object_store import ObjectStorage
+        from threefold.packages import needed_for
 
+        with needed_for(text):
+            from threefold.storage.object_store import ObjectStorage
         return ObjectStorage(text, write_memory_bytes=write_memory_bytes)
     from threefold.storage.fsspec import FsspecStorage
 
@@ -90,10 +112,10 @@ def is_same_place(one: Storage, other: Storage) -> bool:
 
 def _place_of(storage: Storage) -> object:
     """Return the URL, or of a folder the file behind the part of its path that is there, and the rest of it."""
-    path = storage.local_path("any")
-    if path is None:
+    root = local_root(storage)
+    if root is None:
         return storage.url
-    folder = Path(os.path.realpath(path)).parent
-    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
-    status = there.stat()
-    return status.st_dev, status.st_ino, folder.relative_to(there)
+    folder = root.resolve()
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    status = nearest.stat()
+    return status.st_dev, status.st_ino, folder.relative_to(nearest)

@@ -47,6 +47,8 @@ class ObjectInfo:
 class Storage(Protocol):
     """Keys under one base URL; `supports_if_absent` is False if a backend cannot commit once and only once.
 
+    A backend that derives from it has `list_keys` by `list`, and no local files, unless it says otherwise.
+
     `url` is what is shown and stored. `address` opens the same storage elsewhere: it may hold a password, so it is
     neither, nor part of a command line.
     """
@@ -80,7 +82,8 @@ class Storage(Protocol):
         """Return all objects whose key starts with prefix, sorted by key."""
 
     def list_keys(self, prefix: str = "") -> Iterator[str]:
-        """Return the keys that start with prefix, in no order, without a look at each object: cheaper than `list`."""
+        """Return the keys that start with prefix, in no order, where it can without a look at each object."""
+        return (item.key for item in self.list(prefix))
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         """Return names of the folders immediately in folder `prefix`, sorted, without descending.
@@ -99,6 +102,7 @@ class Storage(Protocol):
 
     def local_path(self, key: str) -> Path | None:
         """Return the file behind a key if there is one (C++ reads and writes it directly), else None."""
+        return None
 
 
 def check_key(key: str) -> str:
@@ -119,9 +123,9 @@ def bytes_of_ranges(
 
     Raises StorageError, which names the `place`, if the object ends before one.
     """
-    wanted = [each for each in ranges if each[1] > each[0]]
-    found = iter(get([start for start, _ in wanted], [stop for _, stop in wanted]) if wanted else ())
-    parts = [next(found) if stop > start else b"" for start, stop in ranges]
+    filled = [(start, stop) for start, stop in ranges if stop > start]
+    contents = iter(get([start for start, _ in filled], [stop for _, stop in filled]) if filled else ())
+    parts = [next(contents) if stop > start else b"" for start, stop in ranges]
     for (start, stop), part in zip(ranges, parts, strict=True):
         if len(part) != stop - start:
             raise CutShort(f"{place} ends at byte {start + len(part)}, wanted were {start} to {stop}")

@@ -1,7 +1,6 @@
 """DryRunStorage: a storage that is read as ever and never changed; `changes` says what would have been."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from threefold.errors import StorageError
 from threefold.storage.contract import AlreadyExists, Buffer, Storage, buffers_of, check_key
@@ -13,6 +12,8 @@ class DryRunStorage(WrappingStorage):
 
     What was recorded is not read back. It names no local files, so that nothing is written past it.
     """
+
+    hides_files = True
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
@@ -40,6 +41,3 @@ class DryRunStorage(WrappingStorage):
         if found is None:
             raise StorageError(f"{self.url}/{source} does not exist")
         self.changes.append(Request("copy", (source, check_key(target)), found.size_bytes))
-
-    def local_path(self, key: str) -> Path | None:
-        return None

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TypeVar
 
 from threefold.storage.contract import Storage
@@ -53,6 +52,8 @@ class FaultStorage(WrappingStorage):
     It names no local files: the bytes that a kit would write to them, or read, pass through it as well.
     """
 
+    hides_files = True
+
     def __init__(self, storage: Storage, *faults: Fault) -> None:
         super().__init__(storage)
         self._faults = faults
@@ -60,12 +61,9 @@ class FaultStorage(WrappingStorage):
 
     def _request(self, request: Request, work: Callable[[], T]) -> T:
         with self._lock:
-            fault = next((each for each in self._faults if each.strikes(request)), None)
+            fault = next((fault for fault in self._faults if fault.strikes(request)), None)
         if fault is None:
             return work()
         if fault.served:
             work()
         raise fault.error
-
-    def local_path(self, key: str) -> Path | None:
-        return None

@@ -99,6 +99,11 @@ def local_root(storage: Storage) -> Path | None:
     return None if path is None else path.parent
 
 
+def is_local(storage: Storage) -> bool:
+    """Return whether a storage's keys are files of this machine."""
+    return local_root(storage) is not None
+
+
 def linked_folder(storage: Storage, folder: str) -> str | None:
     """Return the first link on the way to a folder of a local disk, itself included; None if there is none."""
     root = local_root(storage)
@@ -126,11 +131,11 @@ def sync_way(folder: Path, below: Path | None = None) -> None:
     The folders that name it are synced, as far as its file system reaches; once for a folder that stays. So are those
     of the links on its path `below` a folder of that path.
     """
-    with _place(folder) as inner:
+    with opened(folder) as inner:
         _sync_above(inner)
         if below is None or folder == below:
             return
-        with _place(folder.parent) as outer:
+        with opened(folder.parent) as outer:
             _sync_once(outer, inner, _sync_entries)
     sync_way(folder.parent, below)
 
@@ -140,11 +145,8 @@ def sync_folder(folder: Path | str, *, inside: int | None = None) -> None:
 
     `inside` is the descriptor of one that the path begins at; it may be open as a place alone.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=inside)
-    try:
+    with opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, inside) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def surviving_races(work: Callable[[], T]) -> T:
@@ -157,7 +159,7 @@ def surviving_races(work: Callable[[], T]) -> T:
 
 def _sync_above(inner: int) -> None:
     """Sync the folders above an open one, each of which names the one below."""
-    with _place("..", inner) as outer:
+    with opened("..", inside=inner) as outer:
         ours, above = os.fstat(inner), os.fstat(outer)
         if ours.st_dev == above.st_dev and not os.path.samestat(ours, above):
             _sync_once(outer, inner, _sync_up)
@@ -189,8 +191,9 @@ def _sync_once(outer: int, inner: int, sync: Callable[[int], None]) -> None:
 
 
 @contextlib.contextmanager
-def _place(path: Path | str, inside: int | None = None) -> Iterator[int]:
-    descriptor = os.open(path, _WAY, dir_fd=inside)
+def opened(path: Path | str, flags: int = _WAY, inside: int | None = None) -> Iterator[int]:
+    """Open a file or a folder for the length of a `with`, by default as a place alone; yield its descriptor."""
+    descriptor = os.open(path, flags, dir_fd=inside)
     try:
         yield descriptor
     finally:

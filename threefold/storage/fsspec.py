@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from threefold.errors import StorageError, UserError, quoted
@@ -21,6 +20,7 @@ from threefold.storage.contract import (
     AlreadyExists,
     Buffer,
     ObjectInfo,
+    Storage,
     TemporaryFailure,
     buffers_of,
     bytes_of_ranges,
@@ -35,7 +35,7 @@ TIME_FIELDS = ("mtime", "LastModified", "last_modified", "updated", "modified", 
 T = TypeVar("T")
 
 
-class FsspecStorage:
+class FsspecStorage(Storage):
     """Keys are paths below the URL's path on its fsspec file system."""
 
     supports_if_absent = False
@@ -138,9 +138,6 @@ class FsspecStorage:
 
         return iter(sorted(self._call("list", folder, find), key=lambda item: item.key))
 
-    def list_keys(self, prefix: str = "") -> Iterator[str]:
-        return (item.key for item in self.list(prefix))
-
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         folder = f"{self._root}/{prefix}".rstrip("/")
 
@@ -171,9 +168,6 @@ class FsspecStorage:
         again._make = partial(self._make, skip_instance_cache=True)
         again._opened, again._process = again._open()[0], os.getpid()
         return again
-
-    def local_path(self, key: str) -> Path | None:
-        return None
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"

@@ -8,13 +8,12 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from threefold.errors import StorageError
-from threefold.storage.contract import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key
+from threefold.storage.contract import AlreadyExists, Buffer, ObjectInfo, Storage, buffers_of, check_key
 
 
-class MemoryStorage:
+class MemoryStorage(Storage):
     """Keys of a dict; threads may share it."""
 
     supports_if_absent = True
@@ -29,10 +28,9 @@ class MemoryStorage:
     ) -> None:
         content = b"".join(buffers_of(data))
         with self._lock:
-            there = self._objects.get(check_key(key))
-            if if_absent and there is not None and there[0] != content:
+            if if_absent and self._objects.get(check_key(key), (content,))[0] != content:
                 raise AlreadyExists(f"{self.url}/{key} exists already: another writer won")
-            self._objects[key] = content, time.time()
+            self._objects[check_key(key)] = content, time.time()
 
     def read(self, key: str) -> bytes:
         with self._lock:
@@ -74,9 +72,6 @@ class MemoryStorage:
 
     def afresh(self) -> "MemoryStorage":
         return self
-
-    def local_path(self, key: str) -> Path | None:
-        return None
 
     def _info(self, key: str) -> ObjectInfo:
         content, modified_s = self._objects[key]

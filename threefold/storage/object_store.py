@@ -16,8 +16,10 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
@@ -26,6 +28,7 @@ from threefold.storage.contract import (
     AlreadyExists,
     Buffer,
     ObjectInfo,
+    Storage,
     TemporaryFailure,
     buffers_of,
     bytes_of_ranges,
@@ -41,10 +44,11 @@ MAX_COPY_BYTES = 5 << 30  # S3 copies no larger object in one request
 NUM_DELETES_AT_ONCE = 16
 RETRY_AFTER_S = 0.1
 MISSING_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # what S3 and GCS, and Azure, call it
+ERRORS = BaseError, FileNotFoundError  # the builtin is what obstore raises for a missing object
 T = TypeVar("T")
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """Keys below SCHEME://BUCKET/PREFIX."""
 
     supports_if_absent = True
@@ -52,19 +56,13 @@ class ObjectStorage:
 
     def __init__(self, url: str, *, write_memory_bytes: int | None = None) -> None:
         self._service = open_service(url)
-        from obstore.exceptions import BaseError
-
         self.url = self.address = url.rstrip("/")
         self._write_memory_bytes = write_memory_bytes
         self._prefix = f"{self._service.path}/" if self._service.path else ""
-        # obstore raises the builtin FileNotFoundError for a missing object
-        self._errors = (BaseError, FileNotFoundError)
 
     def write(
         self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
     ) -> None:
-        import obstore
-
         path = self._path(key)
         if if_absent:
             self._write_if_absent(key, path, b"".join(buffers_of(data)))
@@ -92,13 +90,9 @@ class ObjectStorage:
         )
 
     def read(self, key: str) -> bytes:
-        import obstore
-
         return self._call("read", key, lambda: bytes(obstore.get(self._store, self._path(key)).bytes()))
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        import obstore
-
         path = self._path(key)
 
         def get(starts: list[int], stops: list[int]) -> list[memoryview]:
@@ -110,8 +104,6 @@ class ObjectStorage:
         return bytes_of_ranges(f"{self.url}/{key}", ranges, get)
 
     def info(self, key: str) -> ObjectInfo | None:
-        import obstore
-
         def find() -> ObjectInfo | None:
             try:
                 return self._object(obstore.head(self._store, self._path(key)))
@@ -121,8 +113,6 @@ class ObjectStorage:
         return self._call("look up", key, find)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        import obstore
-
         # obstore's prefixes end at a "/"; the rest of ours, and the order, are left to us
         folder = (self._prefix + prefix).rpartition("/")[0]
 
@@ -133,19 +123,12 @@ class ObjectStorage:
 
         return iter(self._call("list", prefix, find))
 
-    def list_keys(self, prefix: str = "") -> Iterator[str]:
-        return (item.key for item in self.list(prefix))
-
     def list_folders(self, prefix: str = "") -> Iterator[str]:
-        import obstore
-
         folder = (self._prefix + prefix).rstrip("/")
         found = self._call("list", prefix, lambda: obstore.list_with_delimiter(self._store, folder or None))
         return iter(sorted(path.rpartition("/")[2] for path in found["common_prefixes"]))
 
     def delete(self, keys: Iterable[str]) -> None:
-        import obstore
-
         paths = [self._path(key) for key in keys]
         backoff = Backoff(RETRY_AFTER_S, max_tries=self._service.attempts)
         may_renew = True
@@ -156,7 +139,7 @@ class ObjectStorage:
             except FileNotFoundError:
                 self._delete_singly(paths)  # a server that names what is missing may have passed over what is not
                 return
-            except self._errors as error:
+            except ERRORS as error:
                 if may_renew and _is_refusal(error) and self._renew():
                     may_renew = False
                     continue
@@ -166,8 +149,6 @@ class ObjectStorage:
                 time.sleep(pause_s)
 
     def copy(self, source: str, target: str) -> None:
-        import obstore
-
         info = self.info(source)
         if info is None:
             raise StorageError(f"{self.url}/{source} does not exist")
@@ -180,9 +161,6 @@ class ObjectStorage:
 
     def afresh(self) -> "ObjectStorage":
         return ObjectStorage(self.address, write_memory_bytes=self._write_memory_bytes)
-
-    def local_path(self, key: str) -> Path | None:
-        return None
 
     @property
     def _store(self) -> Any:
@@ -210,8 +188,6 @@ class ObjectStorage:
         return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), etag)
 
     def _delete_singly(self, paths: Sequence[str]) -> None:
-        import obstore
-
         def remove(path: str) -> None:
             try:
                 obstore.delete(self._store, path)
@@ -228,9 +204,6 @@ class ObjectStorage:
         Nothing there after a lost answer, a conflict (409) or a failed condition (412) is cause for another try: a PUT
         that is still under way brings the same bytes.
         """
-        import obstore
-        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
         exclusive_store = self._usable(self._service.exclusive_store)
         backoff = Backoff(RETRY_AFTER_S, max_tries=self._service.attempts, within_s=request_timeout_s())
         may_renew = True
@@ -243,7 +216,7 @@ class ObjectStorage:
                     may_renew, exclusive_store = False, self._usable(self._service.exclusive_store)
                     continue
                 raise self._failure(error, "write", key) from shown_cause(error)
-            except self._errors as error:
+            except ERRORS as error:
                 failure = self._failure(error, "write", key)
                 try:
                     stored = None if self.info(key) is None else self.read(key)
@@ -261,13 +234,13 @@ class ObjectStorage:
     def _call(self, doing: str, key: str, work: Callable[[], T], *, is_repeatable: bool = True) -> T:
         try:
             return work()
-        except self._errors as error:
+        except ERRORS as error:
             failure, cause = self._failure(error, doing, key), shown_cause(error)
             if not (is_repeatable and _is_refusal(error) and self._renew()):
                 raise failure from cause
         try:
             return work()
-        except self._errors as error:
+        except ERRORS as error:
             raise self._failure(error, doing, key) from shown_cause(error)
 
     def _renew(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from threefold.backoff import Backoff
-from threefold.storage import open_storage
+from threefold.storage import is_local, open_storage
 from threefold.storage.contract import Buffer, Storage, TemporaryFailure
 from threefold.storage.service import REPEAT_WITHIN_TIMEOUTS, request_timeout_s
 from threefold.storage.wrapping import Request, WrappingStorage
@@ -25,7 +25,7 @@ SHORT = ("read", "read_ranges", "info")  # operations of one request; others may
 def open_repeating(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
     """Return the storage behind a path or URL (see `open_storage`); of all but local folders requests are repeated."""
     storage = open_storage(url, write_memory_bytes=write_memory_bytes)
-    return storage if storage.local_path("any") else RepeatingStorage(storage)
+    return storage if is_local(storage) else RepeatingStorage(storage)
 
 
 def repeating(work: Callable[[], T], *, within_s: float = math.inf) -> T:

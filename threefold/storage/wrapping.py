@@ -27,8 +27,10 @@ class Request:
 class WrappingStorage:
     """Another storage under the same URL; listings are whole before their first item is seen.
 
-    As safe to share between threads as the storage within.
+    As safe to share between threads as the storage within. One that `hides_files` names no local files.
     """
+
+    hides_files = False
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -85,4 +87,4 @@ class WrappingStorage:
         return again
 
     def local_path(self, key: str) -> Path | None:
-        return self._storage.local_path(key)
+        return None if self.hides_files else self._storage.local_path(key)

@@ -64,7 +64,7 @@ def operations(run: Path, num_ranks: int, rank: int) -> tuple[Counter[str], int]
 @pytest.mark.ci
 @pytest.mark.slow
 def test_a_save_costs_few_metadata_operations(tmp_path: Path) -> None:
-    with folders._place(tmp_path) as folder:
+    with folders.opened(tmp_path) as folder:
         if folders._handle(folder) is None:
             pytest.skip("the file system has no handles, so that names are synced for each file")
     other, num_looks = operations(tmp_path / "a", 2, 1)

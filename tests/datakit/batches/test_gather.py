@@ -18,7 +18,7 @@ from datakit import TokenStore, write_store
 from datakit.batches.batch import PLAIN, BatchOptions, HostBatch
 from datakit.batches.gather import gather
 from datakit.batches.row_pieces import ShardTable
-from datakit.rows.native import megatron_library, stream_library
+from datakit.format.native import SPAN, library
 from datakit.store.token_store import NO_EOD
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ class Rows:
     def gather(self, options: BatchOptions = PLAIN, *, tokens_only: bool = False) -> HostBatch:
         num_rows = len(self.starts)
         columns = (range(num_rows), self.sources, self.starts, [self.seq_length + 1] * num_rows, [0] * num_rows)
-        spans = np.array(columns, np.int64).T.copy()
+        spans = np.array(list(zip(*columns)), SPAN)
         pieces = self.table.place(self.table.cut(self.sources, np.array(self.starts), spans))
         return gather(pieces, self.eod_ids, self.seq_length, options, tokens_only=tokens_only)
 
@@ -141,7 +141,7 @@ def test_rows_that_are_not_whole_are_refused(table: list[list[int]]) -> None:
     )
     out, eod = np.zeros(4 * 8, np.int64), np.full(1, -1, np.int64)
     address = ctypes.c_void_p(out.ctypes.data)
-    code = stream_library().dk_gather(
+    code = library().dk_gather(
         native.ctypes.data, len(native), 1, 4, eod.ctypes.data, 0, 0, address, address, address, address, 1
     )
     assert code < 0
@@ -205,7 +205,7 @@ def test_what_no_memory_is_enough_for_is_an_error() -> None:
     most = 1 << 60
     starts, spans, out = np.array([0, 10]), np.array([0, 0, 0, 5, 0]), np.empty(64, np.int64)
     stores = np.array([starts.ctypes.data, 1, 2])
-    count = stream_library().dk_cut(
+    count = library().dk_cut(
         stores.ctypes.data, spans.ctypes.data, 1, 0, most, *(out.ctypes.data + 8 * at for at in (0, 8, 16, 24))
     )
     assert count == -(2**63)
@@ -215,6 +215,6 @@ def test_what_no_memory_is_enough_for_is_an_error() -> None:
 def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
     weights, chosen, counts = np.array([0.5, weight, 0.5]), np.full(8, 9, np.uint16), np.full((3, 3), 9)
     addresses = weights.ctypes.data, 3, 8, 4, chosen.ctypes.data, counts.ctypes.data
-    assert megatron_library().dk_greedy_blend(*addresses) == -errno.EINVAL
+    assert library().dk_greedy_blend(*addresses) == -errno.EINVAL
     assert (chosen == 9).all()
     assert (counts == 9).all()

@@ -41,19 +41,19 @@ def test_pages_are_asked_for_if_some_are_not_in_memory(store: TokenStore) -> Non
     blend = Blend([(store, 1.0)], seq_length=L, seed=1)
     drop(store)
     expected = blend.batch(range(ROWS)).buffer.copy()
-    assert blend._batches._table.is_cold
+    assert blend._batches.table.is_cold
     for _ in range(40):
         again = blend.batch(range(ROWS)).buffer
     assert (again == expected).all()
-    assert not blend._batches._table.is_cold
+    assert not blend._batches.table.is_cold
 
 
 def test_the_next_step_is_asked_for_while_this_one_is_used(store: TokenStore) -> None:
     blend = Blend([(store, 1.0)], seq_length=L, seed=1)
     drop(store)
     rows = blend.cut(range(ROWS))
-    blend._batches._table.ask_ahead(rows)
-    first = rows.pieces[:, 1] // 4096
+    blend._batches.table.ask_ahead(rows)
+    first = rows.pieces["byte"] // 4096
     wait_until(lambda: num_pages(store) >= len(set(first.tolist())))
 
 

@@ -11,6 +11,7 @@ from datakit import Blend, RemoteStore, write_store
 from datakit.format.shard import Int64s
 from datakit.loading.read_ahead import MAPPED_STEPS, ReadAhead
 from datakit.shards.cached_shards import Block, CachedShards
+from datakit.shards.shard_tokens import ShardTokens
 from tests.datakit.shards.conftest import is_idle
 from tests.datakit.support.small_blocks import cut_blocks
 from tests.datakit.support.waiting import wait_until
@@ -60,20 +61,21 @@ def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, m
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
     blend = Blend([(remote, 1.0)], seq_length=16, seed=1, block_tokens=256)
     runs, opened, opened_before, opened_by = list[list[Block]](), set[int](), list[bool](), set[str]()
-    fetch_run, open_tokens = CachedShards.fetch_run, CachedShards.open_tokens
+    fetch_run, open_tokens = CachedShards.fetch_run, CachedShards._open_tokens
 
     def fetched(self: CachedShards, run: list[Block]) -> None:
         runs.append(run)
         opened_before.append(run[0].shard in opened)
         fetch_run(self, run)
 
-    def opened_too(self: CachedShards, number: int) -> None:
+    def opened_too(self: CachedShards, number: int) -> ShardTokens:
         opened_by.add(threading.current_thread().name)
-        open_tokens(self, number)
+        tokens = open_tokens(self, number)
         opened.add(number)
+        return tokens
 
     monkeypatch.setattr(CachedShards, "fetch_run", fetched)
-    monkeypatch.setattr(CachedShards, "open_tokens", opened_too)
+    monkeypatch.setattr(CachedShards, "_open_tokens", opened_too)
     num_steps = int(blend.rows[0]) // 2
     ahead = ReadAhead(blend, lambda first: np.arange(first, first + 2), 0, 2)
     try:
@@ -121,7 +123,7 @@ def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkey
 
     def is_mapped(step: int) -> bool:
         _, starts, stops = blend.cut(np.arange(4 * step, 4 * step + 4)).ranges().T
-        return {*opened.blocks(0, starts, stops)} <= {*opened._mapped_blocks._values}
+        return {(0, block) for block in opened.blocks(0, starts, stops)} <= {*opened._mapped_blocks._values}
 
     ahead = ReadAhead(blend, lambda first: np.arange(first, first + 4), 0, 4, max_steps=NUM_STEPS, max_together=1)
     try:

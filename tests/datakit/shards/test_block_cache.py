@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datakit.shards import block_cache, cache_folder, native
+from datakit.format import native
+from datakit.shards import block_cache, cache_folder
 from datakit.shards.block_cache import BlockCache, shared_cache
 from datakit.shards.shard_file import ShardFile
 from threefold.errors import StorageError, UserError
@@ -167,7 +168,7 @@ def test_other_starts_of_the_machine_are_removed_if_nobody_uses_them(
         caches.append(BlockCache(tmp_path / "cache", 100 * SIZE))
         get(caches[-1], boot)
         if boot == "one":
-            caches[0]._folder._in_use.close()
+            caches[0].folder._in_use.close()
     assert blocks(tmp_path / "cache").keys() == {"two", "three"}
 
 
@@ -212,7 +213,7 @@ class Library:
         self.function, self.code, self.num_failures = function, code, num_failures
 
     def __getattr__(self, name: str) -> Any:
-        real = getattr(native.cache_library(), name)
+        real = getattr(native.library(), name)
 
         def call(*arguments: Any) -> Any:
             if name == self.function and self.num_failures:
@@ -228,7 +229,7 @@ def test_a_full_disk_is_made_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for number in range(60):
         get(cache, str(number))
     library = Library("dk_write_blocks", errno.ENOSPC, 2)
-    monkeypatch.setattr(block_cache, "cache_library", lambda: library)
+    monkeypatch.setattr(block_cache, "library", lambda: library)
     assert get(cache, "new") == content("new")
     assert library.num_failures == 0
     assert 40 <= len(blocks(tmp_path)) <= 60 - 2 + 1
@@ -274,16 +275,16 @@ def test_the_first_batch_that_maps_more_than_there_is_names_the_least(tmp_path: 
 def test_two_figures_for_one_folder_are_the_less(tmp_path: Path) -> None:
     caches = [shared_cache(tmp_path / "cache", mib) for mib in (64, 16, 32)]
     assert [cache is caches[0] for cache in caches] == [True, True, True]
-    assert caches[0].max_bytes == 16 << 20
+    assert caches[0].folder.max_bytes == 16 << 20
     del caches
-    assert shared_cache(tmp_path / "cache", 64).max_bytes == 64 << 20
+    assert shared_cache(tmp_path / "cache", 64).folder.max_bytes == 64 << 20
 
 
 def test_a_figure_ends_with_its_folder(tmp_path: Path) -> None:
     small = shared_cache(tmp_path / "cache", 2)  # as garbage would that was not collected yet
     shutil.rmtree(tmp_path / "cache")
     cache = shared_cache(tmp_path / "cache", 32)
-    assert (small.max_bytes, cache.max_bytes) == (2 << 20, 32 << 20)
+    assert (small.folder.max_bytes, cache.folder.max_bytes) == (2 << 20, 32 << 20)
     assert get(small, "one") == get(cache, "one") == content("one")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from datakit import write_store
 from datakit.shards.block_cache import BlockCache
+from datakit.shards.holdings import Kind
 from datakit.shards.kept_open import KeptOpen
 from datakit.shards.shard_file import ShardFile
 from tests.datakit.shards.test_block_cache import PROCESS, SIZE, blocks, content, get
@@ -55,13 +56,13 @@ def test_whole_files_are_held_up_to_half_and_leave_less_to_read_ahead(tmp_path: 
         return content(name)
 
     names = [f"file {number}" for number in range(19)]
-    files = KeptOpen[Any](cache.files)
+    files = KeptOpen[int, Any](cache.files)
     for number in [*range(19), *range(19)]:
         files.get(number, lambda number: cache.memory(names[number], SIZE, lambda: fetch(names[number])))
     assert fetched == names
     assert len(files) == 19
-    room = cache.max_bytes - 19 * SIZE
-    assert 0.75 * room < cache.ahead_bytes < 0.9 * room
+    room = cache.folder.max_bytes - 19 * SIZE
+    assert 0.75 * room < cache.folder.ahead_bytes < 0.9 * room
     files.get(19, lambda _: cache.memory("one more", SIZE, lambda: fetch("one more")))
     assert len(files) == 19  # the oldest makes room
 
@@ -91,8 +92,8 @@ def test_more_processes_hold_less_each(tmp_path: Path) -> None:
     held = [first.mapped_block(str(number), SIZE, lambda: content("a")) for number in range(6)]
     others = [BlockCache(tmp_path, 17 * SIZE) for _ in range(3)]
     assert first.mapped_block("6", SIZE, lambda: content("6")) is None
-    assert others[0].may_map(2 * SIZE)
-    assert not others[0].may_map(3 * SIZE)
+    assert others[0].folder.may_hold(2 * SIZE, Kind.BLOCK)
+    assert not others[0].folder.may_hold(3 * SIZE, Kind.BLOCK)
     assert all(memory is not None for memory in held)
 
 

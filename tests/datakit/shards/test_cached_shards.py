@@ -81,7 +81,7 @@ def test_any_cache_has_the_same_batches(
     """Small ones drop blocks all the time, those that a batch needs too."""
     cache = tmp_path / str(cache_bytes)
     remote = RemoteStore.at(f"file://{store.path}", cache=str(cache), cache_mib=64)
-    remote.cache.max_bytes = cache_bytes
+    remote.cache.folder.max_bytes = cache_bytes
     assert (stream(remote).batch(samples).buffer == stream(store).batch(samples).buffer).all()
     blocks = [path for path in cache.rglob("*") if path.is_file() and not path.name.startswith(".")]
     assert sum(path.stat().st_size for path in blocks) <= cache_bytes
@@ -269,7 +269,7 @@ def test_what_cannot_be_opened(store: TokenStore, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot use the cache /proc"):
         RemoteStore.at(f"file://{store.path}", cache="/proc/cache")
     small = RemoteStore.at(f"file://{store.path}", cache=cache)
-    small.cache.max_bytes = 1000
+    small.cache.folder.max_bytes = 1000
     with pytest.raises(UserError, match="does not fit into a quarter of the cache") as caught:
         stream(small).batch([0])
     assert "--data.cache-mib" in str(caught.value.hint)

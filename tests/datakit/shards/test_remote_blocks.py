@@ -89,7 +89,7 @@ def test_a_file_that_may_not_be_held_is_closed_by_no_other_reader(
     """Another thread reads the same block just after its file was opened."""
     expected = store.tokens(0, 8)
     remote._open_blocks._values.clear()
-    monkeypatch.setattr(remote.cache, "may_map", lambda num_bytes: False)
+    monkeypatch.setattr(remote.cache.folder, "may_hold", lambda num_bytes, kind: False)
     usual = remote.cache.opened.used
 
     def used(owner: Any, number: int) -> None:
