@@ -1,6 +1,6 @@
 """What a step reads, and what one pass of a micro-batch of it does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,10 +98,12 @@ class MicroBatch:
         for rows in (rows_of(run, self.runs) for run in runs):
             cut_bounds.append(bounds.clamp(rows.start, rows.stop) - (rows.start - start))
             start += len(rows)
-        arrays = (self._of(each, runs) for each in (self.tokens_S, self.labels_S, self.positions_S, self.loss_mask_S))
-        weights = None if self.weights_S is None else self._of(self.weights_S, runs)
-        documents = torch.cat(cut_bounds), longest
-        return MicroBatch(*arrays, self.seq_length, runs, self.dropout, weights, documents=documents)
+        weights, turns = (None if each is None else self._of(each, runs) for each in (self.weights_S, self.turns_SH))
+        return replace(
+            self, tokens_S=self._of(self.tokens_S, runs), labels_S=self._of(self.labels_S, runs),
+            positions_S=self._of(self.positions_S, runs), loss_mask_S=self._of(self.loss_mask_S, runs),
+            weights_S=weights, turns_SH=turns, documents=(torch.cat(cut_bounds), longest), runs=runs, own_runs=None,
+        )  # fmt: skip
 
     def _of(self, x_S: Tensor, runs: Runs) -> Tensor:
         parts = [x_S[rows.start : rows.stop] for rows in (rows_of(run, self.runs) for run in runs)]
