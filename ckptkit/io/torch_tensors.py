@@ -30,6 +30,11 @@ DTYPES = {
 # torch's dtypes whose elements are stored as they are, as which; those of others are bytes, with a dim more
 STORED = {name: stored[0] for name, stored in DTYPES.items() if name != "uint16"}
 NAMES = {stored: name for name, stored in STORED.items()}  # the way back
+# kinds of tensors whose elements are not here, and what to pass in their place
+WITHOUT_MEMORY = {
+    "DTensor": ("a DTensor, of which each rank holds a part", "pass tensor.to_local(), with the box of that part"),
+    "FakeTensor": ("a FakeTensor, which has no memory", "make the tensor outside of FakeTensorMode"),
+}
 
 
 def is_tensor(data: Any) -> bool:
@@ -56,11 +61,8 @@ def no_memory(data: Any) -> tuple[str, str] | None:
 
     kind: Any = type(data)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        if kind.__name__ == "DTensor":
-            return "a DTensor, of which each rank holds a part", "pass tensor.to_local(), with the box of that part"
-        if kind.__name__ == "FakeTensor":
-            return "a FakeTensor, which has no memory", "make the tensor outside of FakeTensorMode"
-        return f"a {kind.__name__}, which wraps other tensors", "pass the torch.Tensor that holds the elements"
+        other = f"a {kind.__name__}, which wraps other tensors", "pass the torch.Tensor that holds the elements"
+        return WITHOUT_MEMORY.get(kind.__name__, other)
     for is_so, what, way in (
         (data.is_nested, "a nested tensor", "pass tensor.unbind(), a tuple of its parts"),
         (data.is_meta, "a meta tensor, which has no memory", 'materialise it first: module.to_empty(device="cpu")'),

@@ -66,13 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     server = _Server(arguments.arena_fd, RingSignals(arguments.signal_fds), arguments.trainer, answers)
     with ThreadPoolExecutor(1) as saving:  # beside the loop: a skipped save is reported while another is written
         for line in _lines(arguments.trainer):
-            order = message_of(line)
-            if isinstance(order, SkipOrder):
-                server.skip(order)
-            elif isinstance(order, CopyOrder):
-                saving.submit(server.tier_copier.offer, order.tier_copies)
-            else:
-                saving.submit(server.save, order, server.take_failed_tries())
+            match message_of(line):
+                case SkipOrder() as order:
+                    server.skip(order)
+                case CopyOrder() as order:
+                    saving.submit(server.tier_copier.offer, order.tier_copies)
+                case order:
+                    saving.submit(server.save, order, server.take_failed_tries())
     server.let_go()
     server.tier_copier.finish()
     return 0

@@ -101,22 +101,23 @@ class Match:
 
     def _fill(self, path: str, target: Any, node: Node) -> Any:
         """Return the target if it is filled in place, else a function that makes what takes its place."""
-        if isinstance(target, torch.Tensor):
-            self._fill_tensor(path, target, node)
-        elif isinstance(target, nn.Module):
-            self._fill_module(path, target, node)
-        elif isinstance(target, Optimizer):
-            self._fill_optimizer(path, target, node)
-        elif is_stateful(target):
-            self._fill_stateful(path, target, node)
-        elif isinstance(target, dict) and target:
-            self._fill_dict(path, target, node)
-        elif isinstance(target, list | tuple) and (its := items_of(node)) is not None and holds_objects(target):
-            return self._fill_items(path, target, its)
-        else:
-            self.wanted |= {path, *leaves(path, node)}
-            value = decoded(path, node, self._new)
-            return lambda: resolved(value)
+        match target:
+            case torch.Tensor():
+                self._fill_tensor(path, target, node)
+            case nn.Module():
+                self._fill_module(path, target, node)
+            case Optimizer():
+                self._fill_optimizer(path, target, node)
+            case _ if is_stateful(target):
+                self._fill_stateful(path, target, node)
+            case dict() if target:
+                self._fill_dict(path, target, node)
+            case list() | tuple() if (items := items_of(node)) is not None and holds_objects(target):
+                return self._fill_items(path, target, items)
+            case _:
+                self.wanted |= {path, *leaves(path, node)}
+                value = decoded(path, node, self._new)
+                return lambda: resolved(value)
         return target
 
     def _fill_items(self, path: str, target: Any, nodes: list[Node]) -> Any:

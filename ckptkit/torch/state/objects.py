@@ -246,13 +246,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def _objects(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what dicts, lists and tuples hold, with its dotted path."""
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    else:
+    if not isinstance(value, Mapping | list | tuple):
         yield path, value
         return
-    for key, each in items:
+    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
         yield from _objects(f"{path}.{key}" if path else str(key), each)
