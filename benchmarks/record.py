@@ -17,6 +17,7 @@ from datetime import date
 from math import floor, log10
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 Values = Mapping[str, float]  # by name; "fetches [MB/s]" has a unit of its own, others that of the claim
@@ -42,13 +43,16 @@ class Record:
     """The rows of one run, which go into a file; without a file they go nowhere."""
 
     def __init__(self, path: str = "") -> None:
-        self._path = Path(path) if path else None
+        self._path = Path(path).absolute() if path else None
+        if self._path is not None:  # before anything is measured
+            if not self._path.parent.is_dir():
+                raise argparse.ArgumentTypeError(f"{self._path.parent} is not a folder")
+            self._others()
 
     def add(self, claim: str, value: float, unit: str, *, peer: Values = NONE, limit: Values = NONE) -> None:
         """Write a claim into the file; one of the same words is replaced."""
         if self._path is None:
             return
-        others = json.loads(self._path.read_text()) if self._path.exists() else []
         row = Row(
             claim,
             rounded(value),
@@ -60,8 +64,17 @@ class Record:
             date.today().isoformat(),
             command(),
         )
-        rows = [*(other for other in others if other["claim"] != claim), asdict(row)]
+        rows = [*(row for row in self._others() if row["claim"] != claim), asdict(row)]
         self._path.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+
+    def _others(self) -> list[dict[str, Any]]:
+        """Return the rows that the file has; ArgumentTypeError if it is a file of something else."""
+        if self._path is None or not self._path.exists():
+            return []
+        try:
+            return [asdict(Row(**row)) for row in json.loads(self._path.read_text())]
+        except (OSError, ValueError, TypeError) as error:
+            raise argparse.ArgumentTypeError(f"{self._path} has no rows of claims: {error}") from None
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """Each benchmark writes what it measured as rows, which the page of what holds today takes."""
 
+import argparse
 import ast
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import Record, ratio, rounded
+from benchmarks.record import Record, add_option, ratio, rounded
 from tools.results_page import ROOT, claims, page
 
 SCRIPTS = [path for path in sorted((ROOT / "benchmarks").rglob("*.py")) if "\nif __name__ == " in path.read_text()]
@@ -67,6 +68,27 @@ def test_a_claim_of_the_same_words_is_replaced_and_others_stay(tmp_path: Path) -
     save, load = json.loads(path.read_text())
     assert (save["claim"], save["value"], save["ratio"]) == ("a save", 5.0, 2.5)
     assert (load["peer"], load["limit"], load["ratio"]) == ({}, {"a copy [MB/s]": 4321, "a read": 14.0}, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "message"),
+    [
+        ("gone/rows.json", "", "gone is not a folder"),
+        ("rows.json", "{", "has no rows of claims"),
+        ("rows.json", '[{"claim": "a"}]', "has no rows of claims"),
+        (".", "", "has no rows of claims"),
+    ],
+)
+def test_a_file_that_cannot_take_rows_is_refused_before_anything_is_measured(
+    place: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content:
+        (tmp_path / place).write_text(content)
+    parser = argparse.ArgumentParser()
+    add_option(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--record", str(tmp_path / place)])
+    assert message in capsys.readouterr().err
 
 
 def test_without_a_file_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
