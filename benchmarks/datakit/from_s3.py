@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import Record, add_option
-from datakit import Blend, Loader, RemoteStore, TokenStore, archive, write_store
+from datakit import Blend, Loader, TokenStore, archive, write_store
 from threefold.storage import open_storage
 from tools.s3_server import start, stop
 
@@ -156,16 +156,16 @@ def get_rate(url: str) -> float:
 
 def fetch_rate(url: str, cache: Path, mib: int) -> float:
     """Return bytes a second that 8 threads fetch into a cache, checked and written, of all windows, likewise."""
-    store = RemoteStore.at(url, cache=str(cache), cache_mib=mib // 10)
-    runs = []
+    store = TokenStore.open(url, cache=cache, cache_mib=mib // 10)
+    shards, runs = store.shards.cached, []
     for shard, entry in enumerate(store.manifest.shards):
         for first in range(0, entry.bin.size_bytes, WINDOW_BYTES):
             stop = min(first + WINDOW_BYTES, entry.bin.size_bytes)
-            numbers = store.blocks(shard, np.array([first]), np.array([stop]))
-            runs.append([store.block(shard, number) for number in numbers])
+            numbers = shards.blocks(shard, np.array([first]), np.array([stop]))
+            runs.append([shards.block(shard, number) for number in numbers])
 
     def fetch(run: list[Any]) -> int:
-        store.fetch_run(run)
+        shards.fetch_run(run)
         return sum(block.size_bytes for block in run)
 
     return median_rate(runs, fetch)
@@ -186,7 +186,7 @@ def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int,
     """Read one epoch on one rank at a rate of bytes a second, and print what was seen."""
     begun_s = time.monotonic()
     is_remote = "://" in url
-    store = RemoteStore.at(url, cache=cache, cache_mib=mib // 10) if is_remote else TokenStore.open(url)
+    store = TokenStore.open(url, cache=cache, cache_mib=mib // 10) if is_remote else TokenStore.open(url)
     blend = Blend([(store, 1.0)], seq_length=SEQ_LENGTH, block_tokens=1 << 22)
     step_bytes = rows * SEQ_LENGTH * store.itemsize
     num_steps = int(blend.rows[0]) // (rows * num_ranks)
@@ -207,7 +207,7 @@ def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int,
             waits.append(time.monotonic() - asked_s)
         elapsed_s = time.monotonic() - started_s
     report = {
-        "fetched": store.cache.bytes_added if isinstance(store, RemoteStore) else 0,
+        "fetched": store.cache.bytes_added if store.cache is not None else 0,
         "used": num_steps * step_bytes,
         "first_s": first_s,
         "waiting": sum(waits) / elapsed_s,
