@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from datakit.dedup import item_hashes as module
+from datakit.dedup import duplicates as module
 from datakit.dedup.duplicates import ItemHasher, ItemHashes, read_hashes
 from datakit.format.output import Output
 from datakit.store.item_records import Progress
