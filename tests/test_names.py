@@ -20,7 +20,7 @@ PRONOUNS = {
 LOCAL_LINES = 5  # a local that is used over more lines than this has a name
 PRONOUNS_LEFT = {
     "threefold": 0,
-    "datakit": 55,
+    "datakit": 24,
     "ckptkit": 10,
     "trainer": 18,
     "tools": 0,

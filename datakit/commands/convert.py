@@ -49,8 +49,7 @@ def run(options: Options) -> None:
     from datakit.foreign.megatron import to_megatron
 
     into_store = ("tokenizer", "eod_token", "source_format", "column", "dtype")
-    asked = [name for name in into_store if getattr(options, name)] + ["documents"] * (options.documents != "auto")
-    if len(options.sources) != 1 or asked:
+    if len(options.sources) != 1 or any(getattr(options, name) for name in into_store) or options.documents != "auto":
         raise UserError(
             "--to megatron takes one store and no tokenizer", hint="datakit convert STORE --to megatron --output DIR"
         )

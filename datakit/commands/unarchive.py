@@ -22,5 +22,4 @@ def run(options: Options) -> None:
     """
     from datakit.store.archiving import unarchive
 
-    store = unarchive(options.source, options.output, num_workers=options.workers, report=log)
-    print_store(store, options)
+    print_store(unarchive(options.source, options.output, num_workers=options.workers, report=log), options)

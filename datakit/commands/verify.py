@@ -26,8 +26,8 @@ def run(options: Options) -> int:
     except CheckFailed as error:  # without sound records nothing else can be checked
         if options.json:
             names = (name for name in (ARCHIVE_NAME, RECORD_NAME) if f"/{name}" in error.message)
-            record = os.path.join(options.store, next(names, FILE_NAME))
-            print_json({"ok": False, "faults": [asdict(Fault(record, error.message))]})
+            fault = Fault(os.path.join(options.store, next(names, FILE_NAME)), error.message)
+            print_json({"ok": False, "faults": [asdict(fault)]})
         raise
     if options.json:
         print_json({"ok": not faults, "faults": [asdict(fault) for fault in faults]})

@@ -89,8 +89,7 @@ class RemoteFile(io.RawIOBase):
             next_start = stop
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        starts = range(start, stop, self.block_bytes)
-        ranges = [(begin, min(begin + self.block_bytes, stop)) for begin in starts]
+        ranges = [(begin, min(begin + self.block_bytes, stop)) for begin in range(start, stop, self.block_bytes)]
         return b"".join(self._storage.read_ranges(self._key, ranges))
 
 

@@ -154,8 +154,12 @@ def store_of_files(
 
 def identify_tokenizer(choices: Choices) -> TokenizerIdentity:
     """Return the tokenizer's entry in the manifest; raise UserError if it lacks the end-of-document token."""
-    required = choices.eod_token != DEFAULT_EOD or choices.documents == "eod"
-    return identify(open_tokenizer(choices.tokenizer), choices.tokenizer, choices.eod_token, required=required)
+    return identify(
+        open_tokenizer(choices.tokenizer),
+        choices.tokenizer,
+        choices.eod_token,
+        required=choices.eod_token != DEFAULT_EOD or choices.documents == "eod",
+    )
 
 
 def check_tokens(path: Path, document: int, tokens: Tokens, vocab_size: int) -> None:

@@ -203,8 +203,10 @@ def _read(dataset: _Dataset, vocab_size: int, origin: Path) -> tuple[FileDigest,
         for block, checks in _blocks(dataset, vocab_size):
             bin_hash.update(block)
             write(np.array(checks, "<u4").tobytes())
-    bin_bytes = shard.num_tokens * shard.dtype.itemsize
-    return FileDigest(bin_bytes, bin_hash.hexdigest()), FileDigest(size_bytes, origin_hash.hexdigest())
+    return (
+        FileDigest(shard.num_tokens * shard.dtype.itemsize, bin_hash.hexdigest()),
+        FileDigest(size_bytes, origin_hash.hexdigest()),
+    )
 
 
 def _blocks(dataset: _Dataset, vocab_size: int) -> Iterator[tuple[bytes, list[int]]]:

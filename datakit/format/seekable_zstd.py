@@ -133,8 +133,9 @@ class SeekableReader:
                 raise self._fault(f"frame {number} is damaged: it says {declared} bytes, the table {size_bytes}")
             content = unpack(size_bytes)
         except zstandard.ZstdError as error:
-            cause = str(error).removeprefix("decompression error: ")
-            raise self._fault(f"frame {number} is damaged: {cause}") from None
+            raise self._fault(
+                f"frame {number} is damaged: {str(error).removeprefix('decompression error: ')}"
+            ) from None
         if len(content) != size_bytes or _check(content) != self._checks[number]:
             raise self._fault(f"frame {number} is damaged: its checksum does not hold")
         return content

@@ -186,8 +186,12 @@ class _Job:
     def identity(self) -> TokenizerIdentity:
         """The tokenizer's entry in the manifests; UserError if it lacks the token that ends documents."""
         recipe = self.recipe
-        needs_eod = recipe.append_eod or recipe.eod_token != DEFAULT_EOD
-        return identify(self.tokenizer, recipe.tokenizer, recipe.eod_token, required=needs_eod)
+        return identify(
+            self.tokenizer,
+            recipe.tokenizer,
+            recipe.eod_token,
+            required=recipe.append_eod or recipe.eod_token != DEFAULT_EOD,
+        )
 
     def is_complete(self) -> bool:
         """Return whether the stores are there; UserError if others are, or where the input changed since."""

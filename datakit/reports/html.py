@@ -31,6 +31,7 @@ def write_report(statistics: Statistics, path: str | os.PathLike[str]) -> None:
 def render_report(statistics: Statistics) -> str:
     """Return the report's HTML."""
     ranges, sources = [bucket.name for bucket in statistics.histogram], statistics.source_rows
+    lengths = statistics.lengths  # min, median, p90, p99, max and mean; None for stores without documents
     charts = [
         _bars("documents by length", ranges, [bucket.num_documents for bucket in statistics.histogram]),
         _bars("tokens by length of their document", ranges, [bucket.num_tokens for bucket in statistics.histogram]),
@@ -44,7 +45,7 @@ def render_report(statistics: Statistics) -> str:
             ("all", statistics.num_documents, statistics.num_tokens),
             ("empty documents", statistics.num_empty_documents, 0),
         ],
-        lengths=_lengths(statistics),
+        lengths=lengths and (*astuple(lengths)[:-1], f"{lengths.mean:,.1f}"),
         length_charts=charts,
         buckets=[
             (bucket.name, bucket.num_documents, bucket.num_tokens)
@@ -60,14 +61,6 @@ def render_report(statistics: Statistics) -> str:
         ),
         sources=sources,
     )
-
-
-def _lengths(statistics: Statistics) -> tuple[int | str, ...]:
-    """Return min, median, p90, p99, max and mean; nothing for stores without documents."""
-    if statistics.lengths is None:
-        return ()
-    *ranks, mean = astuple(statistics.lengths)
-    return *ranks, f"{mean:,.1f}"
 
 
 def _bars(title: str, names: Sequence[str], values: Sequence[int], *, lying: bool = False) -> str:

@@ -226,12 +226,11 @@ class _SourceCounts:
         """Return the sources of most tokens, the first by name among equals, and the sum of the others."""
         order = sorted(self._tokens, key=lambda path: (-self._tokens[path], path))
         named = tuple(Counts(path, self._documents[path], self._tokens[path]) for path in order[:MAX_NAMED_SOURCES])
-        others = OtherSources(
+        return named, OtherSources(
             num_sources=len(order) - len(named),
             num_documents=self._documents.total() - sum(source.num_documents for source in named),
             num_tokens=self._tokens.total() - sum(source.num_tokens for source in named),
         )
-        return named, others
 
     def tags(self) -> tuple[TagCounts, ...]:
         """Return the tags of most tokens first, the first by name among equals; what has none last."""

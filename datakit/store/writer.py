@@ -148,6 +148,5 @@ def write_store(
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise UserError(f"document {number}: tokens from {tokens.min()} to {tokens.max()}, vocabulary {vocab_size}")
         shards.current().add(tokens.astype(f"<{'u2' if STORE_DTYPES[dtype] == 2 else 'i4'}").tobytes(), "", 0, number)
-    identity = TokenizerIdentity("none", "", vocab_size, None, eod_id)
-    Manifest(dtype, identity, tuple(shards.finish())).write(folder)
+    Manifest(dtype, TokenizerIdentity("none", "", vocab_size, None, eod_id), tuple(shards.finish())).write(folder)
     return TokenStore.open(folder)

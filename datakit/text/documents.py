@@ -243,8 +243,8 @@ class DocumentReader:
         part = self._part
         part.file.require_unchanged()
         if self._hash is not None:
-            read = is_lines(part.file.kind)  # tables are not read from front to back
-            self.digest = self._hash.hexdigest() if read else digest_of(part.file, part.start, part.stop)
+            is_read = is_lines(part.file.kind)  # tables are not read from front to back
+            self.digest = self._hash.hexdigest() if is_read else digest_of(part.file, part.start, part.stop)
 
     def _reason_to_skip(self, text: str) -> str | None:
         if self._rules.skip_empty and (not text or text.isspace()):
