@@ -94,8 +94,10 @@ def folder_held(storage: Storage, inner: str, *, is_shared: bool) -> Iterator[No
         with contextlib.suppress(OSError):
             is_held = take_lock(descriptor, is_shared=is_shared)
         if not is_held:
-            text = f"another process writes the same into {storage.url}/{inner}"
-            raise UserError(text, hint="wait until it ends, then run this again")
+            raise UserError(
+                f"another process writes the same into {storage.url}/{inner}",
+                hint="wait until it ends, then run this again",
+            )
         yield
     finally:
         os.close(descriptor)

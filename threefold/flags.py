@@ -43,8 +43,7 @@ def settings(cls: type, *, hidden: str = "", foreign: Callable[..., Any] | None 
     `hidden` says where their help is, for a verb whose own help leaves them out. `foreign` knows flags of other
     programs: a `threefold.rewording.Foreign`.
     """
-    metadata = {"settings": cls, "hidden": hidden, "foreign": foreign}
-    return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default_factory=dict, metadata={"settings": cls, "hidden": hidden, "foreign": foreign})
 
 
 def foreign_of(cls: type) -> tuple[bool, Callable[..., Any] | None]:
@@ -153,8 +152,9 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, is_shown: bool =
             groups[table].add_argument(flag, action="store_const", const=value, help=text, **word)
         for flag, factor in described.scaled.items():
             text = f"{leaf.flag} in units of {factor:g}" if is_shown else argparse.SUPPRESS
-            kind = partial(scaled, factor=factor)
-            groups[table].add_argument(flag, metavar=metavar(leaf.kind, False), type=kind, help=text, **word)
+            groups[table].add_argument(
+                flag, metavar=metavar(leaf.kind, False), type=partial(scaled, factor=factor), help=text, **word
+            )
 
 
 def bare_of(leaf: Leaf) -> dict[str, Any]:

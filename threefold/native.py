@@ -62,8 +62,7 @@ def _digest(header: Path) -> str:
 def _built_of(library: ctypes.CDLL) -> str | None:
     if not hasattr(library, "threefold_header"):
         return None
-    digest = bind(library, {"threefold_header": (TEXT,)}).threefold_header()
-    return str(digest, "ascii")
+    return str(bind(library, {"threefold_header": (TEXT,)}).threefold_header(), "ascii")
 
 
 def bind(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:

@@ -77,12 +77,9 @@ class Option:
 
 def option(default: Any, help: str, **described: Any) -> Any:
     """Return a dataclass field with its Option and its default: `...` if it has none, a function if it is made."""
-    metadata = {"option": Option(help=help, **described)}
-    if default is ...:
-        return dataclasses.field(metadata=metadata)
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    kind = "default_factory" if callable(default) else "default"
+    defaults = {} if default is ... else {kind: default}
+    return dataclasses.field(**defaults, metadata={"option": Option(help=help, **described)})
 
 
 def argument(metavar: str, help: str, default: Any = ..., **described: Any) -> Any:

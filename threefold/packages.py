@@ -72,8 +72,9 @@ def needed_for(what: str) -> Iterator[None]:
 
 def missing(package: str, what: str) -> UserError:
     """Return the error for a package that is not installed, with the command that installs it."""
-    hint = install(package, EXTRA_OF.get(package))
-    return UserError(f"{what} needs the package {package}, which is not installed", hint=hint)
+    return UserError(
+        f"{what} needs the package {package}, which is not installed", hint=install(package, EXTRA_OF.get(package))
+    )
 
 
 def explained(error: ImportError, what: str = "this command") -> UserError | None:

@@ -19,10 +19,11 @@ def render_page(package: str | None, template: str, **values: object) -> str:
 
     places = {FRAME: __package__, template: package}
     texts = {name: files(place or "").joinpath(name).read_text() for name, place in places.items()}
-    environment = Environment(
-        loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    return (
+        Environment(loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+        .get_template(template)
+        .render(values)
     )
-    return environment.get_template(template).render(values)
 
 
 def write_page(page: str, path: str | os.PathLike[str]) -> None:

@@ -143,8 +143,9 @@ class Blend:
             for store, rows, seq_length in zip(self.stores, self._num_rows, self._seq_lengths)
         ]
         order = {"shuffle": f"blocks of {self._block_rows(self.seq_length)} rows"} if self._block_tokens else {}
-        digests = dict(self._masks.digests(self._names))
-        return StreamRecord.of(sources, self.segments, digests, order, orders_copies=self._orders_copies)
+        return StreamRecord.of(
+            sources, self.segments, dict(self._masks.digests(self._names)), order, orders_copies=self._orders_copies
+        )
 
     def following(self, cursor: Cursor, report: Callable[[str], None] = warnings.warn) -> "Blend":
         """Return the stream that a cursor is of: this one, or that by the other rule for copies.
@@ -240,8 +241,9 @@ class Blend:
         seq_length, tokens_only = self._seq_lengths[rows.sources[0]], self._makes_tokens_only(options)
         batch = self._batches.make(rows, seq_length, options, out, tokens_only=tokens_only)
         if self._masks:
-            places = zip(rows.sources.tolist(), rows.starts.tolist())
-            self._masks.apply(batch.loss_mask, np.array(samples, ndmin=1).tolist(), places)
+            self._masks.apply(
+                batch.loss_mask, np.array(samples, ndmin=1).tolist(), zip(rows.sources.tolist(), rows.starts.tolist())
+            )
         return batch
 
     def ask_ahead(self, samples: npt.ArrayLike) -> None:

@@ -18,8 +18,7 @@ _MAX_NAMED = 3
 
 def places_of_copies(sources: Sources, names: Sequence[str]) -> list[str]:
     """Return the places of the first sources that are copies by their names, each once."""
-    places = dict.fromkeys(store.place for store, name in zip(sources.stores, names) if "#" in name)
-    return list(places)[:_MAX_NAMED]
+    return list(dict.fromkeys(store.place for store, name in zip(sources.stores, names) if "#" in name))[:_MAX_NAMED]
 
 
 def names_of(sources: Sources, first_samples: Int64s) -> list[str]:

@@ -109,8 +109,12 @@ def _written(windows: Iterator[Rows], made_of: dict[str, Any], scratch: Path | N
             for column, part in zip(columns, values):
                 column.extend(part)
             num_pieces += len(starts)
-    digests = {name: column.digest for name, column in zip(COLUMNS, columns)}
-    return PackingRecord(**made_of, num_pieces=num_pieces, window_rows=tuple(counts), files=digests)
+    return PackingRecord(
+        **made_of,
+        num_pieces=num_pieces,
+        window_rows=tuple(counts),
+        files={name: column.digest for name, column in zip(COLUMNS, columns)},
+    )
 
 
 class _Column:

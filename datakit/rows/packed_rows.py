@@ -53,11 +53,14 @@ class Packing:
             place = f"{cached.url}/{name}" if self.index is None else os.fspath(self.index)
             return PackedRows(_fetched_index(place, cached, self), self, shards.place)
         if self.index is not None and "://" in os.fspath(self.index):
-            what = f"the index {self.index} is fetched through a cache, and the store {shards.place} has none"
-            raise UserError(what, hint="an index in a local folder, or the store by its URL")
+            raise UserError(
+                f"the index {self.index} is fetched through a cache, and the store {shards.place} has none",
+                hint="an index in a local folder, or the store by its URL",
+            )
         folder = shards.path / name if self.index is None else Path(self.index)
-        index = PackingIndex.open(folder, shards, packing=self.packing, seq_length=self.seq_length)
-        return PackedRows(index, self, shards.place)
+        return PackedRows(
+            PackingIndex.open(folder, shards, packing=self.packing, seq_length=self.seq_length), self, shards.place
+        )
 
 
 class PackedRows:
@@ -101,8 +104,9 @@ def _fetched_index(place: str, shards: CachedShards, asked: Packing) -> PackingI
 
     def map_column(name: str) -> memoryview:
         digest = record.files[name]
-        place = f"{storage.url}/{column_file(name)}"
-        fetch = partial(read_checked, storage, place, partial(_fetch, name=name, record=record))
+        fetch = partial(
+            read_checked, storage, f"{storage.url}/{column_file(name)}", partial(_fetch, name=name, record=record)
+        )
         return shards.cache.memory(content_name(digest), digest.size_bytes, fetch, Kind.SHARED).data
 
     return PackingIndex(storage.url, record, map_column)

@@ -70,8 +70,9 @@ class PackingRecord:
     @property
     def fingerprint(self) -> str:
         """XXH3-128 over the store's fingerprint and the files: equal rows of equal tokens, equal fingerprint."""
-        content = [self.store, self.packing, self.seq_length, [self.files[name].xxh3_64 for name in COLUMNS]]
-        return xxhash.xxh3_128_hexdigest(orjson.dumps(content))
+        return xxhash.xxh3_128_hexdigest(
+            orjson.dumps([self.store, self.packing, self.seq_length, [self.files[name].xxh3_64 for name in COLUMNS]])
+        )
 
     def encode(self) -> bytes:
         """Return the content of `packing.json`."""
@@ -127,8 +128,11 @@ class PackingIndex:
     @classmethod
     def open(cls, folder: Path, store: Shards, *, packing: str, seq_length: int) -> "PackingIndex":
         """Open the index of a store; UserError if there is none, or it is of other tokens, or packed otherwise."""
-        record = checked(read_record(folder), folder, store, packing=packing, seq_length=seq_length)
-        return cls(folder, record, lambda name: map_file(column_path(folder, name)))
+        return cls(
+            folder,
+            checked(read_record(folder), folder, store, packing=packing, seq_length=seq_length),
+            lambda name: map_file(column_path(folder, name)),
+        )
 
     def row(self, number: int) -> list[Piece]:
         """Return the pieces of a row in the order of their tokens; CheckFailed if they do not make one."""

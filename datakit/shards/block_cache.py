@@ -137,8 +137,7 @@ class BlockCache:
             for (name, size), address in zip(blocks, addresses):
                 if address:
                     holdings.add(name, pages([size]), kind)
-                release = partial(holdings.release, name)
-                mapped.append(mapped_at(address, size, release) if address else None)
+                mapped.append(mapped_at(address, size, partial(holdings.release, name)) if address else None)
         return mapped
 
     def fill(self, blocks: Sequence[tuple[str, int]], make: Callable[[int, int], Sequence[Buffer]]) -> None:

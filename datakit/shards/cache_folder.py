@@ -262,8 +262,7 @@ class CacheFolder:
             if is_full(error):
                 most = max(2, self.max_bytes >> 20)
                 hint = f"make room, or --data.cache-mib (cache_mib in a program) below {most}, or another cache"
-            what = f"cannot use the cache {self.place}: {error.strerror or error}"
-            raise StorageError(what, hint=hint) from error
+            raise StorageError(f"cannot use the cache {self.place}: {error.strerror or error}", hint=hint) from error
 
 
 class _Descriptor:

@@ -170,8 +170,10 @@ class CachedShards:
         """Fetch blocks of a shard that follow each other into the cache, in one request if none of them is there."""
         [shard], first = {block.shard for block in run}, run[0].number
         tokens = self.tokens_of(shard)
-        blocks = [(block.name, block.size_bytes) for block in run]
-        self.cache.fill(blocks, lambda start, stop: tokens.fetch(first + start, first + stop))
+        self.cache.fill(
+            [(block.name, block.size_bytes) for block in run],
+            lambda start, stop: tokens.fetch(first + start, first + stop),
+        )
 
     def map_blocks(self, blocks: Iterable[Block]) -> None:
         """Map those blocks that are in the cache, so that whoever reads them need not."""
@@ -293,8 +295,9 @@ class CachedShards:
             raise self.damaged(
                 f"{self.source.place_of(file)} has dtype, documents, sequences {found}, its manifest says {expected}"
             )
-        bin_path = Path(self.source.place_of(bin_file))
-        return RemoteShard(index, bin_path, entry.num_tokens, partial(self.read_tokens, number))
+        return RemoteShard(
+            index, Path(self.source.place_of(bin_file)), entry.num_tokens, partial(self.read_tokens, number)
+        )
 
     def _open_origins(self, number: int) -> Origins:
         *_, file = self._files_of(number)

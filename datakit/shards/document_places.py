@@ -36,8 +36,9 @@ class IndexedPlaces:
             low, high = max(first, begin), min(stop, end)
             if low < high:
                 offset_bytes = HEADER.size + 4 * (low - first)
-                path = self._shard(number).idx_path
-                lengths[low - begin : high - begin] = np.fromfile(path, "<i4", high - low, offset=offset_bytes)
+                lengths[low - begin : high - begin] = np.fromfile(
+                    self._shard(number).idx_path, "<i4", high - low, offset=offset_bytes
+                )
         return lengths
 
     def place(self, document: int) -> tuple[int, int]:

@@ -59,8 +59,9 @@ class FolderShards:
         if len(shards.manifest.shards) <= checked_at_once:
             check_sizes(folder, shards.manifest)
         else:
-            find = partial(_find_faults, folder, shards.manifest, shards._faults)
-            threading.Thread(target=find, name="datakit-sizes", daemon=True).start()
+            threading.Thread(
+                target=partial(_find_faults, folder, shards.manifest, shards._faults), name="datakit-sizes", daemon=True
+            ).start()
         return shards
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,8 +116,9 @@ class FolderShards:
         entry = self.manifest.shards[number]
         origins = Origins(self.path / f"{entry.name}.origin", entry.first_line)
         if origins.num_documents != entry.num_documents:
-            what = f"{origins.path} has {origins.num_documents} documents, its manifest says {entry.num_documents}"
-            raise self.damaged(what)
+            raise self.damaged(
+                f"{origins.path} has {origins.num_documents} documents, its manifest says {entry.num_documents}"
+            )
         return origins
 
     def _open_shard(self, number: int) -> TokenShard:
@@ -149,8 +151,10 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
                 hint = f"datakit {verb.format(quoted(folder))}"
                 raise StorageError(f"cannot read {folder / name}: {error.strerror}", hint=hint) from error
             if size_bytes != digest.size_bytes:
-                what = f"{folder / name} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
-                raise CheckFailed(what, hint=f"datakit verify {quoted(folder)}")
+                raise CheckFailed(
+                    f"{folder / name} has {size_bytes} bytes, its manifest says {digest.size_bytes}",
+                    hint=f"datakit verify {quoted(folder)}",
+                )
 
 
 def _find_faults(folder: Path, manifest: Manifest, faults: list[UserError]) -> None:

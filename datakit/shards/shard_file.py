@@ -38,8 +38,10 @@ class ShardFile:
             file = cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             found = os.fstat(file.descriptor).st_size
         if found != size_bytes:
-            what = f"{path} has {found} bytes, its manifest says {size_bytes}"
-            raise CheckFailed(what, hint=f"datakit verify {quoted(path.parent)}")
+            raise CheckFailed(
+                f"{path} has {found} bytes, its manifest says {size_bytes}",
+                hint=f"datakit verify {quoted(path.parent)}",
+            )
         return file
 
 

@@ -28,8 +28,7 @@ class DryRunStorage(WrappingStorage):
             data = b"".join(buffers_of(data))
             if self.read(key) != data:
                 raise AlreadyExists(f"{self.url}/{key} exists already: another writer won")
-        num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers_of(data))
-        self.changes.append(Request("write", (key,), num_bytes))
+        self.changes.append(Request("write", (key,), sum(memoryview(buffer).nbytes for buffer in buffers_of(data))))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Record a deletion."""

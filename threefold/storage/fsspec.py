@@ -108,8 +108,9 @@ class FsspecStorage(Storage):
         path = self._path(key)
 
         def get(starts: list[int], stops: list[int]) -> list[bytes]:
-            fetch = self._fs.cat_ranges
-            return self._call("read", key, lambda: fetch([path] * len(starts), starts, stops, on_error="raise"))
+            return self._call(
+                "read", key, lambda: self._fs.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
+            )
 
         return bytes_of_ranges(f"{self.url}/{key}", ranges, get)
 
@@ -208,8 +209,9 @@ class FsspecStorage(Storage):
         except Exception as error:  # each fsspec backend raises the errors of a client library of its own
             doing = f"cannot {doing} {self.url}/{key}"
             if isinstance(error, OSError) and error.errno in NO_ROOM:
-                hint = "free some space or choose another place"
-                raise StorageError(f"{doing}: {error.strerror}", hint=hint) from shown_cause(error)
+                raise StorageError(
+                    f"{doing}: {error.strerror}", hint="free some space or choose another place"
+                ) from shown_cause(error)
             cause = str(error) or type(error).__name__
             raise TemporaryFailure(f"{doing}: {cause}", hint=_hint(f"{self.url}/{key}")) from shown_cause(error)
 

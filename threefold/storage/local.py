@@ -248,8 +248,10 @@ def system_failure(error: OSError) -> StorageError:
         return StorageError(cause)
     full = [folder for folder in _temporary_folders() if _is_full(folder)]
     if full:
-        hint = f"free some space in {full[0]}, or export TMPDIR=/a/folder/with/room"
-        return StorageError(f"the temporary folder is full: {full[0]}", hint=hint)
+        return StorageError(
+            f"the temporary folder is full: {full[0]}",
+            hint=f"free some space in {full[0]}, or export TMPDIR=/a/folder/with/room",
+        )
     if finds_none:
         return StorageError("no temporary folder can be written to", hint="export TMPDIR=/a/folder/with/room")
     return StorageError(cause, hint="free some space: df -h shows which disk is full")

@@ -101,5 +101,7 @@ class NewFile(Closing):
         except OSError as error:
             if error.errno not in NO_HARD_LINKS:
                 raise
-            text = f"cannot write {self.path} once and only once: its file system has no hard links ({error.strerror})"
-            raise StorageError(text, hint="choose a place on another file system") from error
+            raise StorageError(
+                f"cannot write {self.path} once and only once: its file system has no hard links ({error.strerror})",
+                hint="choose a place on another file system",
+            ) from error

@@ -76,8 +76,7 @@ class ObjectStorage(Storage):
             if num_bytes > part_bytes:
                 break
         if num_bytes <= part_bytes:
-            body = b"".join(first)
-            self._call("write", key, lambda: obstore.put(self._store, path, body, use_multipart=False))
+            self._call("write", key, lambda: obstore.put(self._store, path, b"".join(first), use_multipart=False))
             return
         parts = itertools.chain(_emptying(first), source)
         self._call(

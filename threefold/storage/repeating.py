@@ -47,8 +47,9 @@ class RepeatingStorage(WrappingStorage):
     """Another storage with patience; a write of an iterable is tried once, since its buffers are gone then."""
 
     def _request(self, request: Request, work: Callable[[], T]) -> T:
-        within_s = REPEAT_WITHIN_TIMEOUTS * request_timeout_s() if request.operation in SHORT else math.inf
-        return repeating(work, within_s=within_s)
+        return repeating(
+            work, within_s=REPEAT_WITHIN_TIMEOUTS * request_timeout_s() if request.operation in SHORT else math.inf
+        )
 
     def write(
         self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None

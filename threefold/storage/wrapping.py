@@ -44,9 +44,12 @@ class WrappingStorage:
     def write(
         self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
     ) -> None:
-        num_bytes = memoryview(data).nbytes if isinstance(data, bytes | bytearray | memoryview) else size_bytes
         self._request(
-            Request("write", (key,), num_bytes),
+            Request(
+                "write",
+                (key,),
+                memoryview(data).nbytes if isinstance(data, bytes | bytearray | memoryview) else size_bytes,
+            ),
             lambda: self._storage.write(key, data, if_absent=if_absent, size_bytes=size_bytes),
         )
 
@@ -54,8 +57,10 @@ class WrappingStorage:
         return self._request(Request("read", (key,)), lambda: self._storage.read(key))
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        num_bytes = sum(stop - start for start, stop in ranges)
-        return self._request(Request("read_ranges", (key,), num_bytes), lambda: self._storage.read_ranges(key, ranges))
+        return self._request(
+            Request("read_ranges", (key,), sum(stop - start for start, stop in ranges)),
+            lambda: self._storage.read_ranges(key, ranges),
+        )
 
     def info(self, key: str) -> ObjectInfo | None:
         return self._request(Request("info", (key,)), lambda: self._storage.info(key))
