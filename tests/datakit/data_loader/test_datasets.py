@@ -280,7 +280,7 @@ def test_torchdatas_loader_saves_and_resumes(blend: Blend, num_workers: int, bef
 
 def test_without_torch_the_import_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("datakit.torch", "datakit.data_loader.datasets"):
-        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"^datakit.torch needs the package torch, which is not installed\n") as caught:
         import_module("datakit.torch")
