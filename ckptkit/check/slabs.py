@@ -68,6 +68,12 @@ def fill(source: ChunkSource, ranges: Sequence[tuple[TensorInfo, int, int]], buf
     return [buffer[start:stop] for start, stop in pairwise(places.tolist())]
 
 
+def read_whole(source: ChunkSource, info: TensorInfo) -> bytes:
+    """Return the bytes of a whole tensor."""
+    [data] = fill(source, [(info, 0, info.numel)], np.empty(info.size_bytes, np.uint8))
+    return data.tobytes()
+
+
 def read_ahead(
     pool: ThreadPoolExecutor, sources: Sequence[Source], tensors: Iterable[TensorInfo], slab_bytes: int
 ) -> Iterator[tuple[Slab, tuple[Bytes, ...]]]:

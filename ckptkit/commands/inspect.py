@@ -47,7 +47,7 @@ def run(options: Options) -> None:
     for row in about["tensors"] if options.tensors else ():
         print_line(f"{row['name']}  {row['dtype']} {row['shape']}  {row['placement']}")
     if options.stats:
-        from ckptkit.check.stats_page import cells
+        from ckptkit.check.stats import cells
 
         rows = [row for row in about["tensors"] if row["name"] in described]
         lines = [(row["name"], row["dtype"], str(row["shape"]), *cells(described[row["name"]])) for row in rows]
@@ -84,8 +84,7 @@ def check_page(path: str) -> None:
 
 def statistics(reader: "ChunkSource", about: dict[str, Any], options: Options) -> "dict[str, TensorStatistics]":
     """Return the statistics of the chosen tensors; write them as a page too, if one is asked for."""
-    from ckptkit.check.stats import tensor_statistics
-    from ckptkit.check.stats_page import render_statistics
+    from ckptkit.check.stats import render_statistics, tensor_statistics
     from ckptkit.io.blocks import keep_small_frees
     from threefold.page import write_page
 

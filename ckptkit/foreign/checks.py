@@ -1,4 +1,7 @@
-"""What foreign data says, checked: whether a file is there, sizes, names of files; damage is a CheckFailed."""
+"""What foreign data says, checked and shown: sizes, names of files; damage is a CheckFailed.
+
+A message shows few characters of it, whatever the data is; no object of it is printed whole.
+"""
 
 import struct
 import zipfile
@@ -6,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckptkit.foreign.shown import shown, words_of
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 
+MAX_CHARACTERS, MAX_PARTS = 100, 3
+SCALARS = (str, bytes, bool, int, float, type(None))
 FETCH = "fetch the folder again"
 
 
@@ -52,3 +56,34 @@ def inner_file(name: Any) -> str:
     if not isinstance(name, str) or not all(word not in ("", ".", "..") for word in name.split("/")):
         raise ValueError(f"{shown(name)} is not a file of the folder")
     return name
+
+
+def shown(value: Any) -> str:
+    """Return a value in words: a short number, the beginning of a text, else what it is one of."""
+    match value:
+        case None | bool() | float():
+            return repr(value)
+        case int():
+            return repr(value) if value.bit_length() <= 64 else f"a number of {value.bit_length():,} bits"
+        case str() | bytes():
+            rest = f" and {len(value) - MAX_CHARACTERS:,} more" if len(value) > MAX_CHARACTERS else ""
+            return f"{(value if isinstance(value, bytes) else str(value))[:MAX_CHARACTERS]!r}{rest}"
+        case object(name=str(name)):
+            return shown(str(name))
+        case list() | tuple() if len(value) <= MAX_PARTS and all(type(part) in SCALARS for part in value):
+            return f"[{', '.join(map(shown, value))}]"
+        case list() | tuple() | dict() | set() | frozenset():
+            return f"a {type(value).__name__} of {len(value):,}"
+        case _:
+            return f"a {type(value).__name__}"
+
+
+def words_of(error: BaseException) -> str:
+    """Return what an exception says that foreign data led to, in few characters."""
+    match error:
+        case KeyError(args=[key, *_]):
+            return f"it has no {shown(key)}"
+        case EOFError():
+            return "it ends too early"
+    text = str(error)
+    return f"{text[:MAX_CHARACTERS]}..." if len(text) > MAX_CHARACTERS + 3 else text or type(error).__name__

@@ -95,10 +95,6 @@ class FolderClaim:
         again = None if note == self._note else self._target.afresh()
         return note if again is None else again.read(NOTE)
 
-    def _is_shared(self) -> bool:
-        """Return whether an equal call of another machine may be at work; on a local disk it was killed."""
-        return self._is_begun and local_root(self._target) is None
-
     def _refusal(self, what: str) -> UserError:
         return UserError(f"{self._target.url} {what}", hint="name a folder that does not exist yet")
 
@@ -130,7 +126,10 @@ class FolderClaim:
                 lost = f"{self._target.url} was taken by another call{by and f' ({by})'}{gone}"
                 raise StorageError(lost, hint="repeat this call once the other has ended, or export to another folder")
             self._target.delete([NOTE])
-        elif issubclass(kind, UserError) and not issubclass(kind, StorageError) and not self._is_shared():
+            return
+        # an equal call of another machine may be at work; on a local disk it was killed
+        is_shared = self._is_begun and local_root(self._target) is None
+        if issubclass(kind, UserError) and not issubclass(kind, StorageError) and not is_shared:
             with contextlib.suppress(StorageError):  # the first failure is the one to report
                 if self._note_there() != self._note:
                     return

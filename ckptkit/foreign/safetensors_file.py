@@ -10,8 +10,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.checks import checked, size_of
-from ckptkit.foreign.shown import shown
+from ckptkit.foreign.checks import checked, shown, size_of
 from ckptkit.model.tensor import ITEMSIZE, MAX_DIMS, MAX_NAME_BYTES, MAX_NUMEL
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage

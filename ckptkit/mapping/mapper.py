@@ -16,8 +16,7 @@ from ckptkit.format.state_tree import METADATA, STATE_NAME
 from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.loading.restore import is_tree, read_trees
 from ckptkit.mapping.mapped import Mapped, RowRange, fused, parts_of, shown, why_not_fused, why_not_split
-from ckptkit.mapping.name_pattern import NamePattern
-from ckptkit.mapping.rules import LAYER, Grow, read_rules
+from ckptkit.mapping.rules import LAYER, Grow, NamePattern, read_rules
 from ckptkit.mapping.trees import MappedTrees
 from ckptkit.model.tensor import TensorInfo
 from threefold.options import Fault, raise_faults

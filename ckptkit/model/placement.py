@@ -57,11 +57,13 @@ class Placement:
 
     def on_stage(self, num_layers: int, layout: ParallelLayout, pp: int) -> bool:
         """Return whether pipeline rank `pp` holds the tensor, on any of its stages."""
-        if self.stage == "first":
-            return pp == stage_rank(layout, 0)
-        if self.stage == "last":
-            return pp == stage_rank(layout, layout.num_stages - 1)
-        return any(self.stage in stage_layers(num_layers, layout.num_stages, s) for s in rank_stages(layout, pp))
+        match self.stage:
+            case "first":
+                return pp == stage_rank(layout, 0)
+            case "last":
+                return pp == stage_rank(layout, layout.num_stages - 1)
+            case layer:
+                return any(layer in stage_layers(num_layers, layout.num_stages, s) for s in rank_stages(layout, pp))
 
     def live_shape(self, name: str, shape: tuple[int, ...], layout: ParallelLayout) -> tuple[int, ...]:
         """Return the shape in which each rank holds its part of the tensor, padding included.

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
-
-from ckptkit.check.slabs import fill
+from ckptkit.check.slabs import read_whole
 from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
 from ckptkit.foreign.dcp.torch_dist_folder import COMMON, COMMON_STATE, CONFIG
 from ckptkit.foreign.folder_claim import note_of
@@ -153,8 +151,7 @@ def _files_beside(source: ChunkSource) -> dict[str, bytes]:
         if info is None:
             text = f"{source.url} has no {name}, as it was not imported from torch_dist"
             raise UserError(text, hint="--to dcp")
-        [data] = fill(source, [(info, 0, info.numel)], np.empty(info.size_bytes, np.uint8))
-        files[name] = data.tobytes()
+        files[name] = read_whole(source, info)
     return files
 
 
@@ -168,7 +165,9 @@ def planned(root: Root, state: DcpState, max_shard_bytes: int) -> list[DcpFile]:
             if at >= max_shard_bytes:
                 files.append([])
                 at = 0
-            item = FileItem(info, start, stop, at, None if info.name in state.blobs else _zip(info, start, stop, state))
+            num_bytes = (stop - start) * ITEMSIZE[info.dtype]
+            around = TensorZip(_dtype(info, state), _shape(info, start, stop, state), num_bytes)
+            item = FileItem(info, start, stop, at, None if info.name in state.blobs else around)
             padding = -item.begin % ALIGNMENT if item.around else 0
             files[-1].append(replace(item, offset=at + padding))
     return [DcpFile(f"__0_{number}.distcp", tuple(items)) for number, items in enumerate(files) if items]
@@ -205,11 +204,6 @@ def _shape(info: TensorInfo, start: int, stop: int, state: DcpState) -> tuple[in
 
 def _dtype(info: TensorInfo, state: DcpState) -> str:
     return state.dtypes.get(info.name) or NAMES[info.dtype]
-
-
-def _zip(info: TensorInfo, start: int, stop: int, state: DcpState) -> TensorZip:
-    num_bytes = (stop - start) * ITEMSIZE[info.dtype]
-    return TensorZip(_dtype(info, state), _shape(info, start, stop, state), num_bytes)
 
 
 def _contents(root: Root, state: DcpState, files: Iterable[DcpFile]) -> DcpContents:

@@ -106,16 +106,13 @@ class DcpFolder(ForeignFolder):
 
         def parts_of(file: str) -> dict[str, FileBox] | None:
             start = starts.get(file, 0)
-            return read_parts(self.storage, file, start) if self._is_safetensors(file, start) else None
+            [head] = self.storage.read_ranges(file, [(start, start + 9)]) if self.sizes[file] >= start + 9 else [b""]
+            # tensors begin with a header of safetensors, and not with a zip
+            return read_parts(self.storage, file, start) if bytes(head[8:]) == b"{" else None
 
         with ThreadPoolExecutor(NUM_THREADS) as pool:  # two or three small requests a file
             found = zip(files, pool.map(parts_of, files), strict=True)
             return {file: parts for file, parts in found if parts is not None}
-
-    def _is_safetensors(self, file: str, start: int) -> bool:
-        """Whether a file's tensors begin with a header of safetensors, and not with a zip."""
-        [head] = self.storage.read_ranges(file, [(start, start + 9)]) if self.sizes[file] >= start + 9 else [b""]
-        return bytes(head[8:]) == b"{"
 
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.checks import checked, inner_file, row_of_sizes
-from ckptkit.foreign.shown import shown
+from ckptkit.foreign.checks import checked, inner_file, row_of_sizes, shown
 from ckptkit.foreign.stored_parts import Place
 from ckptkit.foreign.torch_files.pickle_writer import Call, Global, Made, Pairs, pickled
 from ckptkit.foreign.torch_files.restricted_pickle import Name, Record, parsed

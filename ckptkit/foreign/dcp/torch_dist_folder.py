@@ -8,11 +8,10 @@ import json
 from dataclasses import replace
 from functools import cached_property
 
-from ckptkit.foreign.checks import checked, size_of
+from ckptkit.foreign.checks import checked, shown, size_of
 from ckptkit.foreign.dcp.folder import DcpFolder
 from ckptkit.foreign.dcp.metadata import FILE, DcpContents
 from ckptkit.foreign.hf.contents import FILES
-from ckptkit.foreign.shown import shown
 from ckptkit.foreign.stored_parts import Place
 from threefold.errors import UserError
 from threefold.storage import Storage

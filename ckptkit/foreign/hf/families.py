@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.hf import config_reader as reader
-from ckptkit.foreign.hf import config_writer as writer
-from ckptkit.foreign.hf.config_reader import LLAMA_LIKE, Config
+from ckptkit.foreign.checks import shown
+from ckptkit.foreign.hf import config
+from ckptkit.foreign.hf.config import LLAMA_LIKE, Config
 from ckptkit.foreign.hf.model_table import ModelTable, Row, parameters
-from ckptkit.foreign.shown import shown
 from threefold.errors import UserError
 
 
@@ -96,18 +95,18 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias")
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "LlamaForCausalLM", "model.", LLAMA_LIKE["llama"], _LLAMA, writer.biased_config),
-        Family("mistral", "MistralForCausalLM", "model.", LLAMA_LIKE["mistral"], _LLAMA, writer.mistral_config),
-        Family("mixtral", "MixtralForCausalLM", "model.", reader.mixtral, _MIXTRAL, writer.mixtral_config),
-        Family("qwen2", "Qwen2ForCausalLM", "model.", LLAMA_LIKE["qwen2"], _LLAMA, writer.qwen_config),
-        Family("qwen3", "Qwen3ForCausalLM", "model.", LLAMA_LIKE["qwen3"], _LLAMA, writer.qwen_config),
+        Family("llama", "LlamaForCausalLM", "model.", LLAMA_LIKE["llama"], _LLAMA, config.biased_config),
+        Family("mistral", "MistralForCausalLM", "model.", LLAMA_LIKE["mistral"], _LLAMA, config.mistral_config),
+        Family("mixtral", "MixtralForCausalLM", "model.", config.mixtral, _MIXTRAL, config.mixtral_config),
+        Family("qwen2", "Qwen2ForCausalLM", "model.", LLAMA_LIKE["qwen2"], _LLAMA, config.qwen_config),
+        Family("qwen3", "Qwen3ForCausalLM", "model.", LLAMA_LIKE["qwen3"], _LLAMA, config.qwen_config),
         Family("phi3", "Phi3ForCausalLM", "model.", LLAMA_LIKE["phi3"], _PHI3),
         Family("olmo2", "Olmo2ForCausalLM", "model.", LLAMA_LIKE["olmo2"], _BOTH_NORMS),
         Family("gemma", "GemmaForCausalLM", "model.", LLAMA_LIKE["gemma"], _LLAMA),
-        Family("gemma2", "Gemma2ForCausalLM", "model.", reader.gemma2, _BOTH_NORMS),
-        Family("gemma3_text", "Gemma3ForCausalLM", "model.", reader.gemma3, _BOTH_NORMS),
+        Family("gemma2", "Gemma2ForCausalLM", "model.", config.gemma2, _BOTH_NORMS),
+        Family("gemma3_text", "Gemma3ForCausalLM", "model.", config.gemma3, _BOTH_NORMS),
         Family(
-            "gpt2", "GPT2LMHeadModel", "transformer.", reader.gpt2, _GPT2, writer.gpt2_config, _BUFFERS, is_turned=True
+            "gpt2", "GPT2LMHeadModel", "transformer.", config.gpt2, _GPT2, config.gpt2_config, _BUFFERS, is_turned=True
         ),
     )
 }

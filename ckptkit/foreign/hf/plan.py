@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
-from ckptkit.check.slabs import fill
+from ckptkit.check.slabs import read_whole
 from ckptkit.foreign.hf.contents import CONFIG, FILES, carried, model_of, read_json
 from ckptkit.foreign.hf.families import Family, family_for
 from ckptkit.foreign.hf.model_table import ModelTable, Row
@@ -251,11 +249,7 @@ def _files(source: ChunkSource, like: Storage | None) -> dict[str, bytes]:
         read_json(like, CONFIG)
         return {name: like.read(name) for name in carried(like)}
     infos = [info for name, info in source.root.tensors.items() if name.startswith(FILES)]
-    files = {}
-    for info in infos:
-        buffer = np.empty(info.size_bytes, np.uint8)
-        files[info.name.removeprefix(FILES)] = bytes(fill(source, [(info, 0, info.numel)], buffer)[0])
-    return files
+    return {info.name.removeprefix(FILES): read_whole(source, info) for info in infos}
 
 
 def _parsed(text: bytes, where: str) -> dict[str, Any]:

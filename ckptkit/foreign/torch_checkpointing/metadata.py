@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.checks import checked, inner_file, row_of_sizes
-from ckptkit.foreign.shown import shown
+from ckptkit.foreign.checks import checked, inner_file, row_of_sizes, shown
 from ckptkit.foreign.torch_files.restricted_pickle import parsed
 from ckptkit.format.state_tree import part
 from ckptkit.model.mesh_cut import MeshPart, mesh_cut

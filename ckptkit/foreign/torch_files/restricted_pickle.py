@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
-from ckptkit.foreign.shown import shown, words_of
+from ckptkit.foreign.checks import shown, words_of
 from threefold.errors import CheckFailed
 
 MAX_BYTES = 2 << 30
@@ -129,7 +129,7 @@ def parsed(data: bytes, allowed: Collection[str], where: str, external: Callable
     """
     try:
         value = _Parser(data, allowed, where, external).load()
-        _Sizes(max(LEAST_VALUES, VALUES_PER_BYTE * len(data))).check(value)
+        _num_values([value], MAX_DEPTH + 1, max(LEAST_VALUES, VALUES_PER_BYTE * len(data)), {})
     except CheckFailed:
         raise
     except Exception as error:  # whatever the data has it do
@@ -145,40 +145,32 @@ def _flat(keys: list[Any]) -> list[Any]:
     return keys
 
 
-class _Sizes:
-    """How many values there are as a tree: a ValueError for too many, a deep nest, or one that is endless."""
+def _num_values(parts: Iterable[Any], depth: int, most: int, known: dict[int, int]) -> int:
+    """Return how many values there are as a tree: a ValueError for too many, a deep nest, or one that is endless.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: dict[int, int] = {}  # by identity; 0 while a value is walked through
-
-    def check(self, value: Any) -> None:
-        """Walk through a value, each part once."""
-        self._size([value], MAX_DEPTH + 1)
-
-    def _size(self, parts: Iterable[Any], depth: int) -> int:
-        """Return how many values some have in them, all counted."""
-        if depth < 0:
-            raise ValueError(f"values nested more than {MAX_DEPTH} deep")
-        total, known = 0, self._known
-        for part in parts:
-            kind = type(part)
-            if kind is Record:
-                inner: Iterable[Any] = (*part.args, part.state) if part.state else part.args
-            elif kind is dict:
-                inner = [*part, *part.values()]
-            elif kind in HOLDERS:
-                inner = part
-            else:
-                total += 1 + (len(part) // VALUE_BYTES if kind in TEXTS else 0)
-                continue
-            size = known.get(id(part), -1)
-            if size < 0:
-                known[id(part)] = 0
-                known[id(part)] = size = 1 + self._size(inner, depth - 1)
-            elif not size:
-                raise ValueError("a value that holds itself")
-            total += size
-            if total > self._most:
-                raise ValueError(f"more than {self._most:,} values, as some are used again and again")
-        return total
+    `known` has those of each value that was walked through, by identity, and 0 while it is.
+    """
+    if depth < 0:
+        raise ValueError(f"values nested more than {MAX_DEPTH} deep")
+    total = 0
+    for part in parts:
+        kind = type(part)
+        if kind is Record:
+            inner: Iterable[Any] = (*part.args, part.state) if part.state else part.args
+        elif kind is dict:
+            inner = [*part, *part.values()]
+        elif kind in HOLDERS:
+            inner = part
+        else:
+            total += 1 + (len(part) // VALUE_BYTES if kind in TEXTS else 0)
+            continue
+        size = known.get(id(part), -1)
+        if size < 0:
+            known[id(part)] = 0
+            known[id(part)] = size = 1 + _num_values(inner, depth - 1, most, known)
+        elif not size:
+            raise ValueError("a value that holds itself")
+        total += size
+        if total > most:
+            raise ValueError(f"more than {most:,} values, as some are used again and again")
+    return total

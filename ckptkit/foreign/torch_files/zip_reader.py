@@ -12,8 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.checks import checked
-from ckptkit.foreign.shown import shown
+from ckptkit.foreign.checks import checked, shown
 from ckptkit.foreign.torch_files.restricted_pickle import Name, Record, parsed
 from threefold.errors import UserError
 from threefold.storage import Storage

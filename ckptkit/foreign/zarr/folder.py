@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.foreign.checks import FETCH
+from ckptkit.foreign.checks import FETCH, words_of
 from ckptkit.foreign.folder import NOTE, ForeignFolder
 from ckptkit.foreign.folder_source import FolderFiles, FolderSource
-from ckptkit.foreign.shown import words_of
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor, read_tensors
 from ckptkit.io.blocks import Bytes
@@ -85,8 +84,8 @@ class TensorstoreFolder(ForeignFolder):
             store = tensorstore.KvStore.open(base).result()
             keys = sorted(key.decode() for key in store.list().result())
             described = {key: key.rpartition("/") for key in keys if key.rpartition("/")[2] in DESCRIPTIONS}
-            texts = {key: json.loads(store.read(key).result().value) for key in described}
-            listed_too = [json.loads(store.read(key).result().value) for key in keys if key == CONSOLIDATED]
+            read = {*described, CONSOLIDATED}.intersection(keys)
+            texts = {key: json.loads(store.read(key).result().value) for key in sorted(read)}
             arrays = {key: each for key, each in described.items() if texts[key].get("node_type") != "group"}
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 opened = pool.map(
@@ -98,7 +97,7 @@ class TensorstoreFolder(ForeignFolder):
                 by_path = {path or "array": array for (path, _, _), array in zip(arrays.values(), opened, strict=True)}
             known = texts.get("zarr.json", {}).get("attributes", {}).get(ATTRIBUTES, {})
             are_ours = any(ATTRIBUTES in texts[key].get("attributes", {}) for key in arrays)
-            lost = lost_arrays(keys, by_path, [*listed_too, texts.get("zarr.json", {})])
+            lost = lost_arrays(keys, by_path, [texts.get(CONSOLIDATED, {}), texts.get("zarr.json", {})])
         except (AttributeError, OSError, RecursionError, TypeError, UnicodeDecodeError, ValueError) as error:
             text = f"{self.storage.url} is not a folder of sound Zarr arrays: {words_of(error)}"
             raise CheckFailed(text, hint=FETCH) from None

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from ckptkit.check.elements import BLOCK_ELEMENTS
 from ckptkit.check.inspect import describe
-from ckptkit.check.stats import TensorStatistics, statistics_of, tensor_statistics
-from ckptkit.check.stats_page import HEIGHT, bars, render_statistics
+from ckptkit.check.stats import HEIGHT, TensorStatistics, bars, render_statistics, statistics_of, tensor_statistics
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement

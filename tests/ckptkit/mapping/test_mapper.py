@@ -19,7 +19,7 @@ from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root
 from ckptkit.mapping.mapper import Mapper
-from ckptkit.mapping.name_pattern import NamePattern
+from ckptkit.mapping.rules import NamePattern
 from ckptkit.mapping.source import MappedSource
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit.cli import main
-from ckptkit.foreign.shown import shown, words_of
+from ckptkit.foreign.checks import shown, words_of
 from ckptkit.foreign.torch_files.pickle_writer import Call, External, Global, Made, pickled
 from ckptkit.foreign.torch_files.restricted_pickle import parsed
 from ckptkit.loading.roots import read_root
