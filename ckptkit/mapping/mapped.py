@@ -1,14 +1,16 @@
 """Mapped: one tensor of a mapping's output and the rows of the source that it is made of. Pure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckptkit.mapping.rules import Fill, Fuse, Split
+from ckptkit.mapping.rules import Fill, Fuse, Grow, Split
 from ckptkit.model.chunk_table import ChunkTable, TensorColumns, ramps
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.stored import StoredChunks
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # of which a mean is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +77,23 @@ def shown(info: TensorInfo) -> str:
 
 def why_not_split(info: TensorInfo, rule: Split) -> str:
     """Return why a tensor cannot be split so, empty if it can."""
-    rows, num_parts = num_rows(info), len(rule.to)
-    if info.placement.tied_to is not None:
-        return f"is tied to {info.placement.tied_to}"
-    if not info.shape:
-        return ""
-    if rule.rows and (len(rule.rows) != num_parts or sum(rule.rows) != rows):
-        return f"has not the rows {list(rule.rows)} for {num_parts} parts"
+    rows, num_parts, is_scalar = num_rows(info), len(rule.to), not info.shape
     sizes = rule.sizes(rows)
-    if sum(sizes) != rows or any(size % rule.groups for size in sizes):
-        return f"cannot be cut into {num_parts} parts of {rule.groups} equal groups"
-    return ""
+    faults = {
+        f"is tied to {info.placement.tied_to}": info.placement.tied_to is not None,
+        f"has not the rows {list(rule.rows)} for {num_parts} parts": (
+            rule.rows and not is_scalar and (len(rule.rows) != num_parts or sum(rule.rows) != rows)
+        ),
+        f"cannot be cut into {num_parts} parts of {rule.groups} equal groups": (
+            not is_scalar and (sum(sizes) != rows or any(size % rule.groups for size in sizes))
+        ),
+    }
+    return _first_of(faults)
+
+
+def _first_of(faults: Mapping[str, object]) -> str:
+    """Return the first fault that there is, empty without one."""
+    return next((fault for fault, is_there in faults.items() if is_there), "")
 
 
 def parts_of(tensor: Mapped, rule: Split) -> Iterator[Mapped]:
@@ -106,14 +114,23 @@ def parts_of(tensor: Mapped, rule: Split) -> Iterator[Mapped]:
 
 def why_not_fused(parts: Sequence[Mapped], rule: Fuse) -> str:
     """Return why tensors cannot be fused so, empty if they can."""
-    infos = [each.info for each in parts]
-    if not all(info.shape and info.placement.tied_to is None for info in infos):
-        return "one is tied or has no rows"
-    if len({(info.dtype, info.shape[1:], info.placement.stage) for info in infos}) > 1:
-        return "dtypes, columns or stages differ"
-    if any(num_rows(info) % rule.groups for info in infos):
-        return f"the rows of one are not {rule.groups} equal groups"
-    return ""
+    infos = [part.info for part in parts]
+    kinds = {(info.dtype, info.shape[1:], info.placement.stage) for info in infos}
+    return _first_of({
+        "one is tied or has no rows": not all(info.shape and info.placement.tied_to is None for info in infos),
+        "dtypes, columns or stages differ": len(kinds) > 1,
+        f"the rows of one are not {rule.groups} equal groups": any(num_rows(info) % rule.groups for info in infos),
+    })  # fmt: skip
+
+
+def why_not_grown(tensor: Mapped, rule: Grow) -> str:
+    """Return why a tensor cannot grow so, empty if it can."""
+    info = tensor.info
+    return _first_of({
+        "is matched by two of them": tensor.fill is not None,
+        f"cannot have {rule.rows} rows": not info.shape or info.shape[0] > rule.rows,
+        "has no mean": rule.fill == "mean" and (info.dtype not in FLOATS or info.shape[:1] == (0,)),
+    })  # fmt: skip
 
 
 def fused(name: str, parts: Sequence[Mapped], num_groups: int) -> Mapped:

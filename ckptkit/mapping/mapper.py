@@ -15,13 +15,20 @@ from ckptkit.format.root import Root
 from ckptkit.format.state_tree import METADATA, STATE_NAME
 from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.loading.restore import is_tree, read_trees
-from ckptkit.mapping.mapped import Mapped, RowRange, fused, parts_of, shown, why_not_fused, why_not_split
-from ckptkit.mapping.rules import LAYER, Grow, NamePattern, read_rules
+from ckptkit.mapping.mapped import (
+    Mapped,
+    RowRange,
+    fused,
+    parts_of,
+    shown,
+    why_not_fused,
+    why_not_grown,
+    why_not_split,
+)
+from ckptkit.mapping.rules import LAYER, NamePattern, read_rules
 from ckptkit.mapping.trees import MappedTrees
 from ckptkit.model.tensor import TensorInfo
 from threefold.options import Fault, raise_faults
-
-FLOATS = ("F64", "F32", "F16", "BF16")  # of which a mean is made
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ class Mapper:
         for rule in self.rules.grow:
             for name in self._matched("grow", rule.tensors, tensors):
                 info = grown[name].info
-                if fault := _cannot_grow(info, rule, is_grown=grown[name].fill is not None):
+                if fault := why_not_grown(grown[name], rule):
                     self._faults.append(f"grow '{rule.tensors}': {shown(info)} {fault}")
                 elif info.placement.tied_to is None:
                     info = replace(info, shape=(rule.rows, *info.shape[1:]))
@@ -247,16 +254,6 @@ class Mapper:
             tuple(self._counts), new, tuple(changed), tuple(name for name in before if name not in sources),
             len(after) - len(new) - len(changed),
         )  # fmt: skip
-
-
-def _cannot_grow(info: TensorInfo, rule: Grow, *, is_grown: bool) -> str:
-    if is_grown:
-        return "is matched by two of them"
-    if not info.shape or info.shape[0] > rule.rows:
-        return f"cannot have {rule.rows} rows"
-    if rule.fill == "mean" and (info.dtype not in FLOATS or not info.shape[0]):
-        return "has no mean"
-    return ""
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any], where: str, faults: list[str]) -> dict[str, Any]:

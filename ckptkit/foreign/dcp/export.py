@@ -149,8 +149,7 @@ def _files_beside(source: ChunkSource) -> dict[str, bytes]:
         if info is None and name == COMMON and COMMON_STATE in source.root.tensors:
             continue
         if info is None:
-            text = f"{source.url} has no {name}, as it was not imported from torch_dist"
-            raise UserError(text, hint="--to dcp")
+            raise UserError(f"{source.url} has no {name}, as it was not imported from torch_dist", hint="--to dcp")
         files[name] = read_whole(source, info)
     return files
 

@@ -68,8 +68,7 @@ class UcpFolder(ForeignFolder):
         lost = sorted(optimized - {match[1] for match in files.values()})
         missing += [f"zero/{name}: all, and the optimizer has it" for name in lost]
         if missing:
-            text = f"{self.storage.url} lacks files of parameters:{listed(missing)}"
-            raise CheckFailed(text, hint=FETCH)
+            raise CheckFailed(f"{self.storage.url} lacks files of parameters:{listed(missing)}", hint=FETCH)
         if stateless:
             log(f"warning: {self.url} has weights without optimizer state: {shown_names(sorted(stateless))}")
         if others := sorted(sizes.keys() - files.keys()):
@@ -143,12 +142,9 @@ class UcpFolder(ForeignFolder):
         return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), metadata)
 
 
-def _stateless(files: Iterable[re.Match[str]]) -> set[str]:
+def _stateless(files: Collection[re.Match[str]]) -> set[str]:
     """Return the names that have a master and nothing of an optimizer."""
-    masters, others = set[str](), set[str]()
-    for name, state in (match.groups() for match in files):
-        (masters if state == "fp32" else others).add(name)
-    return masters - others
+    return {match[1] for match in files if match[2] == "fp32"} - {match[1] for match in files if match[2] != "fp32"}
 
 
 def _missing(files: Collection[re.Match[str]]) -> list[str]:

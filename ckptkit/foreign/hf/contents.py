@@ -110,18 +110,15 @@ def read_json(storage: Storage, key: str) -> dict[str, Any]:
 
 def misfits(rows: tuple[Row, ...], tensors: Mapping[str, ForeignTensor]) -> list[str]:
     """Return what is wrong with each tensor of a folder: missing, of another shape, or of no use."""
-    shapes: dict[str, tuple[int, ...]] = {}
     tied = {row.foreign for row in rows if row.placement.tied_to is not None}
-    for row in rows:
-        if row.foreign not in tied:
-            shapes[row.foreign] = row.foreign_shape  # the last of several rows ends where the tensor does
-    faults = []
-    for name, shape in shapes.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            faults.append(f"{name}: missing, wanted {list(shape)}")
-        elif tensor.shape != shape:
-            faults.append(f"{name}: {list(tensor.shape)}, wanted {list(shape)}")
+    # the last of several rows ends where the tensor does
+    shapes = {row.foreign: list(row.foreign_shape) for row in rows if row.foreign not in tied}
+    stored = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    faults = [
+        f"{name}: {stored.get(name, 'missing')}, wanted {shape}"
+        for name, shape in shapes.items()
+        if stored.get(name) != shape
+    ]
     first = {row.name: row.foreign for row in reversed(rows)}
     faults += [
         f"{row.foreign}: {tensors[row.foreign].dtype}, that of another expert has another dtype"
@@ -178,8 +175,7 @@ def indexed(storage: Storage, index: str) -> tuple[dict[str, ForeignTensor], dic
         tensors, sizes[file] = read_header(storage, file)
         named = {name for name, place in places.items() if place == file}
         if named != tensors.keys():
-            name = min(named ^ tensors.keys())
-            raise CheckFailed(f"{where} and {file} differ: {name} is in one of them only")
+            raise CheckFailed(f"{where} and {file} differ: {min(named ^ tensors.keys())} is in one of them only")
         all_tensors |= tensors
     return all_tensors, sizes
 

@@ -164,9 +164,11 @@ def outgoing(rows: Iterable[Row], root: Root, url: str, dtype: str | None) -> li
     for name, group in groupby(sorted(written, key=_order), lambda row: row.foreign):
         sources = [(row, root.tensors.get(prefix + row.name)) for row in sorted(group, key=lambda row: row.first)]
         present = [(row, info) for row, info in sources if info is not None]
-        faults += [f"{row.name}: missing, wanted {list(row.shape)}" for row, info in sources if info is None]
-        others = [(row, info) for row, info in present if info.shape != row.shape]
-        faults += [f"{row.name}: {list(info.shape)}, wanted {list(row.shape)}" for row, info in others]
+        faults += [
+            f"{row.name}: {'missing' if info is None else list(info.shape)}, wanted {list(row.shape)}"
+            for row, info in sources
+            if info is None or info.shape != row.shape
+        ]
         if len({info.dtype for _, info in present}) > 1:
             faults.append(f"{name}: its parts are of several dtypes")
         if present:

@@ -59,12 +59,9 @@ def _weights(
     storage: Storage, keys: list[str], *, is_file: bool
 ) -> tuple[str, dict[str, ForeignTensor], dict[str, int]]:
     """Return what the names of the files of one model begin with, its tensors, and the size of each file."""
-    index = INDEX if INDEX in keys and WEIGHTS not in keys else None
-    indices = [key for key in keys if key.endswith(INDEX_SUFFIX)]
-    if index is None and WEIGHTS not in keys and len(indices) == 1:
-        [index] = indices
-    if index is not None:
-        return index.removesuffix(INDEX_SUFFIX), *indexed(storage, index)
+    indices = [INDEX] if INDEX in keys else [key for key in keys if key.endswith(INDEX_SUFFIX)]
+    if WEIGHTS not in keys and len(indices) == 1:
+        return indices[0].removesuffix(INDEX_SUFFIX), *indexed(storage, indices[0])
     files = [WEIGHTS] if WEIGHTS in keys else sorted(key for key in keys if key.endswith(SUFFIX))
     stems = {_stem(file, len(files)) for file in files}
     if not files:

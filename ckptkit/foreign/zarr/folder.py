@@ -105,8 +105,7 @@ class TensorstoreFolder(ForeignFolder):
             text = f"{self.storage.url} holds an export that is not finished"
             raise CheckFailed(text, hint="repeat the call of ckptkit export that began it")
         if lost:
-            text = f"{self.storage.url} lacks the descriptions of arrays:{listed(lost)}"
-            raise CheckFailed(text, hint=FETCH)
+            raise CheckFailed(f"{self.storage.url} lacks the descriptions of arrays:{listed(lost)}", hint=FETCH)
         if not by_path:
             raise CheckFailed(f"{self.storage.url} holds no Zarr array", hint="name the folder of zarr.json or .zarray")
         if are_ours and not known:
