@@ -34,14 +34,8 @@ class ForeignTensor:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
-def read_header(storage: Storage, key: str) -> tuple[dict[str, ForeignTensor], int]:
-    """Return the tensors of a safetensors file, and the file's size; errors as of `read_file`."""
-    tensors, _, size = read_file(storage, key)
-    return tensors, size
-
-
-def read_file(storage: Storage, key: str, start: int = 0) -> tuple[dict[str, ForeignTensor], dict[str, str], int]:
-    """Return the tensors that a file holds from byte `start` on, what is said beside them, and the file's size.
+def read_file(storage: Storage, key: str, start: int = 0) -> tuple[dict[str, ForeignTensor], int, dict[str, str]]:
+    """Return the tensors that a file holds from byte `start` on, the file's size, and what is said beside them.
 
     CheckFailed if the file is missing, cut short or contradicts itself; UserError for a dtype that is not known.
     """
@@ -64,7 +58,7 @@ def read_file(storage: Storage, key: str, start: int = 0) -> tuple[dict[str, For
         end += tensor.size_bytes
     if end != size:
         raise CheckFailed(f"{where} has {size:,} bytes, its header says {end:,}", hint="fetch the file again")
-    return {tensor.name: tensor for tensor in tensors}, metadata, size
+    return {tensor.name: tensor for tensor in tensors}, size, metadata
 
 
 def _tensor(where: str, name: str, key: str, row: dict[str, Any], data_offset: int) -> ForeignTensor:

@@ -86,7 +86,7 @@ def planned(source: ChunkSource, chunks: ChunkTable, stored: StoredChunks) -> Lo
 def read_chunks(source: ChunkSource, chunks: ChunkTable, targets: Sequence[int] | Columns) -> None:
     """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
     plan = planned(source, chunks, source.stored)
-    source.fetch(plan, np.asarray(targets, np.uint64).astype(np.int64)[plan.wanted] + plan.target)
+    source.fetch(plan, np.asarray(targets, np.uint64).astype(np.int64)[plan.row] + plan.target)
 
 
 def attempt_made_of(identity: bytes, layout: ParallelLayout) -> str:

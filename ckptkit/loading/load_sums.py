@@ -50,7 +50,7 @@ class LoadSums:
 
     def places(self, copies: LoadPlan) -> SumPlaces:
         """Return where copies of a plan begin among the chunks that are summed."""
-        return SumPlaces(self._sums.address, (self._begins[copies.wanted] + copies.target).astype(np.uint64))
+        return SumPlaces(self._sums.address, (self._begins[copies.row] + copies.target).astype(np.uint64))
 
     def check(self, exchange: Exchange, url: str) -> int:
         """Return how many tensors the ranks hold whole and equal to what was saved.

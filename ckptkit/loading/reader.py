@@ -114,7 +114,7 @@ class CheckpointReader(Closing):
 
     def execute(self, plan: LoadPlan, targets: Sequence[int] | Columns) -> None:
         """Make the copies of a plan; `targets` are the addresses of the wanted chunks."""
-        self.fetch(plan, np.asarray(targets, np.uint64).astype(np.int64)[plan.wanted] + plan.target)
+        self.fetch(plan, np.asarray(targets, np.uint64).astype(np.int64)[plan.row] + plan.target)
 
     def fetch(
         self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None, num_threads: int | None = None

@@ -115,7 +115,7 @@ class _Reading:
         cut = self._plan.take(row)
         target = cut.target + begin - self._spans[row, 0]
         # the "files" of these copies are what came in from each rank
-        copies = LoadPlan(sender[run], begun[run] + begin - runs[run, 0], cut.wanted, target, end - begin)
+        copies = LoadPlan(sender[run], begun[run] + begin - runs[run, 0], cut.row, target, end - begin)
         self._targets.fill(copies, partial(self._copy, arrived))
 
     def _copy(self, arrived: list[Bytes], copies: LoadPlan, addresses: Ints, num_threads: int | None = None) -> None:

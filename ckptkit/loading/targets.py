@@ -45,10 +45,10 @@ class Targets(Closing):
 
     def fill(self, copies: LoadPlan, read: Read) -> None:
         """Have `read` make copies of a plan, in the plan's order, and bring what is for devices there."""
-        on_host = self._on_host[copies.wanted]
+        on_host = self._on_host[copies.row]
         here = copies.take(np.flatnonzero(on_host))
         if len(here):
-            read(here, self._addresses[here.wanted] + here.target)
+            read(here, self._addresses[here.row] + here.target)
         away = copies.take(np.flatnonzero(~on_host))
         if len(away):
             self._fill_devices(_Batches(away), read)
@@ -140,8 +140,8 @@ class _Batches:
         self._copies, block = cut.take(order), block[order]
         self._edges = list(_edges(self._copies, block))
         batch = np.repeat(np.arange(len(self)), np.diff(self._edges))
-        order = np.lexsort([self._copies.target, self._copies.wanted, batch])
-        chunk, target, size = self._copies.wanted[order], self._copies.target[order], self._copies.size[order]
+        order = np.lexsort([self._copies.target, self._copies.row, batch])
+        chunk, target, size = self._copies.row[order], self._copies.target[order], self._copies.size[order]
         place = np.cumsum(size) - size
         place -= place[self._edges[:-1]][batch]  # both orders have a batch's copies at the same places
         self._offset = np.empty_like(place)

@@ -151,12 +151,12 @@ class MappedSums:
         self._num_read = np.zeros(len(self._tensors), np.int64)
         self._values = np.zeros(len(self._tensors), np.uint64)
 
-    def add(self, wanted: ChunkTable, addresses: Ints) -> None:
+    def add(self, output: ChunkTable, addresses: Ints) -> None:
         """Add chunks of the mapping's output, which are in memory at addresses."""
         if self._saved is None or not self._ranges:
             return
-        order = np.argsort(wanted.tensor, kind="stable")
-        there = StoredChunks(wanted.take(order), order, addresses[order])
+        order = np.argsort(output.tensor, kind="stable")
+        there = StoredChunks(output.take(order), order, addresses[order])
         source = moved(there, self._columns, self._ranges)
         chunks, sizes = source.chunks, source.chunks.size_bytes
         sums = ChunkSums(chunks, 0)

@@ -19,13 +19,13 @@ from threefold.errors import CheckFailed, listed
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """Copies, sorted by part and source offset: `size` bytes from `source` in file `part` to byte `target` of a wanted
-    chunk's data.
+    """Copies, sorted by part and source offset: `size` bytes from `source` in file `part` to byte `target` of the data
+    of the chunk that is requested in a `row`.
     """
 
     part: Ints
     source: Ints
-    wanted: Ints
+    row: Ints
     target: Ints
     size: Ints
 
@@ -34,48 +34,48 @@ class LoadPlan:
 
     def take(self, rows: npt.NDArray[np.integer] | slice) -> "LoadPlan":
         """Return some copies, in the given order."""
-        return LoadPlan(self.part[rows], self.source[rows], self.wanted[rows], self.target[rows], self.size[rows])
+        return LoadPlan(self.part[rows], self.source[rows], self.row[rows], self.target[rows], self.size[rows])
 
 
-def plan_load(wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
+def plan_load(request: ChunkTable, stored: StoredChunks) -> LoadPlan:
     """Return the copies that fill every wanted chunk; CheckFailed reports those stored never or more than once.
 
-    The names of `wanted` must be among the stored ones.
+    The names of `request` must be among the stored ones.
     """
-    tensor = wanted.tensor
-    if wanted.tensors is not stored.chunks.tensors:
+    tensor = request.tensor
+    if request.tensors is not stored.chunks.tensors:
         numbers = stored.chunks.tensors.numbers
-        tensor = np.array([numbers[name] for name in wanted.names], np.int64)[tensor]
+        tensor = np.array([numbers[name] for name in request.names], np.int64)[tensor]
     first = np.searchsorted(stored.chunks.tensor, tensor, "left")
     counts = np.searchsorted(stored.chunks.tensor, tensor, "right") - first
-    pair_wanted = np.repeat(np.arange(len(wanted)), counts)
+    pair_wanted = np.repeat(np.arange(len(request)), counts)
     pair_stored = ramps(first, counts)
-    runs = _runs(wanted, pair_wanted, stored.chunks, pair_stored)
+    runs = _runs(request, pair_wanted, stored.chunks, pair_stored)
 
-    itemsize = wanted.itemsize[pair_wanted[runs.pair]]
+    itemsize = request.itemsize[pair_wanted[runs.pair]]
     row_wanted, row_stored = pair_wanted[runs.pair], pair_stored[runs.pair]
     part = stored.part[row_stored]
     source = stored.offset[row_stored] + (runs.stored - stored.chunks.start[row_stored]) * itemsize
-    target = (runs.wanted - wanted.start[row_wanted]) * itemsize
+    target = (runs.first - request.start[row_wanted]) * itemsize
     order = np.lexsort([source, part])
     plan = _joined(LoadPlan(part, source, row_wanted, target, runs.length * itemsize).take(order))
-    _check_cover(plan, wanted)
+    _check_cover(plan, request)
     return plan
 
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
-    """Elements [wanted, wanted + length) of one box are [stored, stored + length) of the other, for a pair of rows."""
+    """Elements [first, first + length) of one box are [stored, stored + length) of the other, for a pair of rows."""
 
     pair: Ints
-    wanted: Ints
+    first: Ints
     stored: Ints
     length: Ints
 
 
-def _runs(wanted: ChunkTable, rows_wanted: Ints, stored: ChunkTable, rows_stored: Ints) -> _Runs:
-    num_dims = max(wanted.offset.shape[1], stored.offset.shape[1], 1)
-    a = _RangedBoxes(wanted.take(rows_wanted), num_dims)
+def _runs(request: ChunkTable, rows_wanted: Ints, stored: ChunkTable, rows_stored: Ints) -> _Runs:
+    num_dims = max(request.offset.shape[1], stored.offset.shape[1], 1)
+    a = _RangedBoxes(request.take(rows_wanted), num_dims)
     b = _RangedBoxes(stored.take(rows_stored), num_dims)
     low = np.maximum(a.offset, b.offset)
     shape = np.minimum(a.offset + a.shape, b.offset + b.shape) - low
@@ -166,34 +166,34 @@ def _joined(plan: LoadPlan) -> LoadPlan:
     begins = np.ones(len(plan), bool)
     begins[1:] = (
         (plan.part[1:] != plan.part[:-1])
-        | (plan.wanted[1:] != plan.wanted[:-1])
+        | (plan.row[1:] != plan.row[:-1])
         | (plan.source[1:] != ends_source[:-1])
         | (plan.target[1:] != ends_target[:-1])
     )
     rows = np.flatnonzero(begins)
     size = np.add.reduceat(plan.size, rows)
-    return LoadPlan(plan.part[rows], plan.source[rows], plan.wanted[rows], plan.target[rows], size)
+    return LoadPlan(plan.part[rows], plan.source[rows], plan.row[rows], plan.target[rows], size)
 
 
-def _check_cover(plan: LoadPlan, wanted: ChunkTable) -> None:
-    order = np.lexsort([plan.target, plan.wanted])
-    row, begin, end = plan.wanted[order], plan.target[order], (plan.target + plan.size)[order]
+def _check_cover(plan: LoadPlan, request: ChunkTable) -> None:
+    order = np.lexsort([plan.target, plan.row])
+    row, begin, end = plan.row[order], plan.target[order], (plan.target + plan.size)[order]
     expected = np.zeros(len(order), np.int64)  # where each copy has to begin
     same = row[1:] == row[:-1]
     expected[1:][same] = end[:-1][same]
-    copied = np.bincount(row, weights=plan.size[order], minlength=len(wanted)).astype(np.int64)
-    faulty = np.zeros(len(wanted), bool)
+    copied = np.bincount(row, weights=plan.size[order], minlength=len(request)).astype(np.int64)
+    faulty = np.zeros(len(request), bool)
     faulty[row[begin != expected]] = True
-    faulty |= copied != wanted.size_bytes
+    faulty |= copied != request.size_bytes
     if not faulty.any():
         return
-    lines = [_uncovered(wanted, row, int(copied[row])) for row in np.flatnonzero(faulty).tolist()]
+    lines = [_uncovered(request, row, int(copied[row])) for row in np.flatnonzero(faulty).tolist()]
     raise CheckFailed(f"the checkpoint does not hold each wanted element exactly once:{listed(lines)}")
 
 
-def _uncovered(wanted: ChunkTable, row: int, stored_bytes: int) -> str:
-    box = wanted.box(row)
+def _uncovered(request: ChunkTable, row: int, stored_bytes: int) -> str:
+    box = request.box(row)
     return (
-        f"{wanted.names[wanted.tensor[row]]} box {list(box.offset)}+{list(box.shape)} [{wanted.start[row]}, "
-        f"{wanted.stop[row]}): {wanted.size_bytes[row]} bytes wanted, {stored_bytes} stored"
+        f"{request.names[request.tensor[row]]} box {list(box.offset)}+{list(box.shape)} [{request.start[row]}, "
+        f"{request.stop[row]}): {request.size_bytes[row]} bytes wanted, {stored_bytes} stored"
     )

@@ -23,7 +23,7 @@ class Bounds:
     high: Ints
 
     @classmethod
-    def of(cls, wanted: ChunkTable, tensors: TensorColumns) -> "Bounds":
+    def of(cls, request: ChunkTable, tensors: TensorColumns) -> "Bounds":
         """Return the bounds of wanted chunks, whose names must be among the table's.
 
         Of no tensor that is not wanted.
@@ -31,7 +31,7 @@ class Bounds:
         num_dims = max(tensors.ndims, default=0)
         low = np.full((num_dims, len(tensors.names)), np.iinfo(np.int64).max)
         high = np.full_like(low, -1)
-        rows = wanted.take(np.flatnonzero(wanted.start < wanted.stop))
+        rows = request.take(np.flatnonzero(request.start < request.stop))
         rows = rows.renumbered(tensors, _numbers(rows.tensors, tensors, "what is wanted"))
         for dim, (first, last) in enumerate(zip(*rows.with_dims(num_dims).bounds(), strict=True)):
             np.minimum.at(low[dim], rows.tensor, first)

@@ -44,7 +44,7 @@ class FileBox:
 
 def read_parts(storage: Storage, key: str, start: int = 0) -> dict[str, FileBox]:
     """Return what a file holds from a byte on, by name; CheckFailed if it is not sound."""
-    tensors, metadata, _ = read_file(storage, key, start)
+    tensors, _, metadata = read_file(storage, key, start)
     with checked(f"{storage.url}/{key} does not say where its tensors begin as torch does", "fetch the file again"):
         described = json.loads(metadata.get(SHARDING, "{}")).items()
         offsets = {name: row_of_sizes(fields["saved_offsets"]) for name, fields in described}

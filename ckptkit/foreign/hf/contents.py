@@ -13,7 +13,7 @@ from typing import Any
 from ckptkit.foreign.checks import checked, size_of
 from ckptkit.foreign.hf.families import Family, family_of
 from ckptkit.foreign.hf.model_table import ModelTable, Row
-from ckptkit.foreign.safetensors_file import ForeignTensor, read_header
+from ckptkit.foreign.safetensors_file import ForeignTensor, read_file
 from threefold.errors import CheckFailed, UserError, listed
 from threefold.storage import Storage
 from threefold.storage.folders import local_root
@@ -155,7 +155,7 @@ def _bytes_at(storage: Storage, tensor: ForeignTensor, start: int) -> bytes:
 def _tensors(storage: Storage) -> tuple[dict[str, ForeignTensor], dict[str, int]]:
     """Return the tensors of all files of weights, and the size of each file."""
     if storage.info(WEIGHTS) is not None:
-        tensors, size = read_header(storage, WEIGHTS)
+        tensors, size, _ = read_file(storage, WEIGHTS)
         return tensors, {WEIGHTS: size}
     if storage.info(INDEX) is None:
         other = next((name for name in OTHER_WEIGHTS if storage.info(name) is not None), None)
@@ -172,7 +172,7 @@ def indexed(storage: Storage, index: str) -> tuple[dict[str, ForeignTensor], dic
     all_tensors: dict[str, ForeignTensor] = {}
     sizes = {}
     for file in files:
-        tensors, sizes[file] = read_header(storage, file)
+        tensors, sizes[file], _ = read_file(storage, file)
         named = {name for name, place in places.items() if place == file}
         if named != tensors.keys():
             raise CheckFailed(f"{where} and {file} differ: {min(named ^ tensors.keys())} is in one of them only")

@@ -11,7 +11,7 @@ from functools import cached_property
 from ckptkit.foreign.hf.contents import FILES, INDEX, MAX_FILE_BYTES, WEIGHTS, Contents, indexed
 from ckptkit.foreign.hf.folder import HfFolder
 from ckptkit.foreign.hf.model_table import Row
-from ckptkit.foreign.safetensors_file import ForeignTensor, read_header
+from ckptkit.foreign.safetensors_file import ForeignTensor, read_file
 from ckptkit.io.blocks import shown_names
 from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import MAX_NAME_BYTES
@@ -75,7 +75,7 @@ def _weights(
     tensors: dict[str, ForeignTensor] = {}
     sizes = {}
     for file in files:
-        found, sizes[file] = read_header(storage, file)
+        found, sizes[file], _ = read_file(storage, file)
         if doubles := sorted(found.keys() & tensors.keys()):
             raise CheckFailed(f"{storage.url}: {doubles[0]} is in {tensors[doubles[0]].file} and in {file}")
         tensors |= found

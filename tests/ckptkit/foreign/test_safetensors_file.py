@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.foreign.safetensors_file import read_header
+from ckptkit.foreign.safetensors_file import read_file
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
 
@@ -24,7 +24,7 @@ def row(start: int, stop: int, shape: list[Any], dtype: str = "F32") -> dict[str
 def test_tensors_are_where_the_header_says(tmp_path: Path) -> None:
     rows = {"b": row(8, 16, [2]), "a": row(0, 8, [1, 2]), "e": row(8, 8, [0])}
     write(tmp_path, {"__metadata__": {"format": "pt"}, **rows})
-    tensors, size = read_header(open_storage(tmp_path), "a.safetensors")
+    tensors, size, _ = read_file(open_storage(tmp_path), "a.safetensors")
     assert {name: (each.dtype, each.shape, each.size_bytes) for name, each in tensors.items()} == {
         "a": ("F32", (1, 2), 8), "b": ("F32", (2,), 8), "e": ("F32", (0,), 0)}  # fmt: skip
     assert tensors["b"].offset == size - 8
@@ -55,7 +55,7 @@ def test_tensors_are_where_the_header_says(tmp_path: Path) -> None:
 def test_a_header_that_lies_is_refused(tmp_path: Path, header: Any, data: int, message: str) -> None:
     write(tmp_path, header, bytes(data))
     with pytest.raises(CheckFailed, match=message):
-        read_header(open_storage(tmp_path), "a.safetensors")
+        read_file(open_storage(tmp_path), "a.safetensors")
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 9])
@@ -64,16 +64,16 @@ def test_a_file_that_ends_in_its_header_is_refused(tmp_path: Path, size: int) ->
     path = tmp_path / "a.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CheckFailed, match=f"was cut short \\({size} bytes\\)"):
-        read_header(open_storage(tmp_path), "a.safetensors")
+        read_file(open_storage(tmp_path), "a.safetensors")
 
 
 def test_a_header_larger_than_any_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     with pytest.raises(CheckFailed, match="is not a safetensors file"):
-        read_header(open_storage(tmp_path), "a.safetensors")
+        read_file(open_storage(tmp_path), "a.safetensors")
 
 
 def test_a_dtype_that_no_checkpoint_has_is_named(tmp_path: Path) -> None:
     write(tmp_path, {"a": row(0, 16, [4], "F4_E2M1")})
     with pytest.raises(UserError, match="tensor a has dtype 'F4_E2M1', known are F64"):
-        read_header(open_storage(tmp_path), "a.safetensors")
+        read_file(open_storage(tmp_path), "a.safetensors")

@@ -60,9 +60,7 @@ def load(chunks: list[RankChunk], tensors: list[TensorInfo], files: list[np.ndar
     writes = [np.zeros(size, np.int64) for size in table.size_bytes]
     keys = list(zip(plan.part.tolist(), plan.source.tolist(), strict=True))
     assert keys == sorted(keys)
-    for part, source, row, target, size in zip(
-        plan.part, plan.source, plan.wanted, plan.target, plan.size, strict=True
-    ):
+    for part, source, row, target, size in zip(plan.part, plan.source, plan.row, plan.target, plan.size, strict=True):
         assert size > 0
         targets[row][target : target + size] = files[part][source : source + size]
         writes[row][target : target + size] += 1
