@@ -80,8 +80,7 @@ def l2_norm(values: Floats) -> float:
     largest = float(np.abs(values).max(initial=0.0))
     if largest == 0 or not math.isfinite(largest):
         return largest
-    scaled = values / largest
-    return largest * math.sqrt(_squares(scaled))
+    return largest * math.sqrt(_squares(values / largest))
 
 
 def _squares(values: Floats) -> float:

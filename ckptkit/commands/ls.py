@@ -44,8 +44,7 @@ def run(options: Options) -> int:
     if options.json:
         print_json(rows)
     elif rows:
-        cells = [[cell(row, column) for column in COLUMNS] for row in rows]
-        print_table(COLUMNS, cells, left={"layout", "marks"})
+        print_table(COLUMNS, [[cell(row, column) for column in COLUMNS] for row in rows], left={"layout", "marks"})
     else:
         log(f"no committed step in {options.run}")
     return EXIT_CHECK_FAILED if any("error" in row for row in rows) else EXIT_OK

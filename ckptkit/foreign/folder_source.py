@@ -76,8 +76,7 @@ class FolderSource(Closing):
 
     def attempt_for(self, layout: ParallelLayout) -> str:
         """Return for an import the attempt of the folder's root, which follows from its files."""
-        is_import = layout == ParallelLayout()
-        return self.root.attempt if is_import else attempt_made_of(self.root.to_bytes(), layout)
+        return self.root.attempt if layout == ParallelLayout() else attempt_made_of(self.root.to_bytes(), layout)
 
     @cached_property
     def stored(self) -> StoredChunks:

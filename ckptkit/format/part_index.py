@@ -207,8 +207,7 @@ def _check_chunks(chunks: ChunkTable, where: str) -> None:
             sound &= (dim >= padding) | ((chunks.offset[:, dim] == 0) & (chunks.shape[:, dim] == 1))
     sound &= (chunks.stop <= numel) & (numel <= MAX_NUMEL)
     if tensors.shapes is not None:
-        ends = chunks.offset + chunks.shape
-        sound &= (ends <= tensors.padded_shapes(num_dims)[chunks.tensor]).all(axis=1)
+        sound &= (chunks.offset + chunks.shape <= tensors.padded_shapes(num_dims)[chunks.tensor]).all(axis=1)
     if not sound.all():
         row = int(np.flatnonzero(~sound)[0])
         raise CheckFailed(f"{where}: chunk {row} of {chunks.names[chunks.tensor[row]]} has an impossible box or range")

@@ -29,8 +29,7 @@ class Saved:
     @classmethod
     def now(cls, *, code: str, write_s: float, commit_s: float) -> "Saved":
         """Return a save that this process commits now."""
-        version = f"threefold {threefold.__version__}"
-        return cls(time.time(), socket.gethostname(), version, code, write_s, commit_s)
+        return cls(time.time(), socket.gethostname(), f"threefold {threefold.__version__}", code, write_s, commit_s)
 
     def to_json(self) -> dict[str, object]:
         """Return the fields of the root's `saved`: the time as ISO 8601 in UTC, texts cut to their cap."""

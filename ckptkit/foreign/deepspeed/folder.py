@@ -138,8 +138,7 @@ class UcpFolder(ForeignFolder):
         """Return the root that a run has whose step this folder is."""
         contents = self.contents
         tensors = table_of(self.url, {each.name: (each.place.dtype, each.place.shape) for each in contents.tensors}, {})
-        metadata = {METADATA: {"steps": dict(contents.steps)}}
-        return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), metadata)
+        return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), {METADATA: {"steps": dict(contents.steps)}})
 
 
 def _stateless(files: Collection[re.Match[str]]) -> set[str]:
