@@ -116,21 +116,25 @@ def why_not_fused(parts: Sequence[Mapped], rule: Fuse) -> str:
     """Return why tensors cannot be fused so, empty if they can."""
     infos = [part.info for part in parts]
     kinds = {(info.dtype, info.shape[1:], info.placement.stage) for info in infos}
-    return _first_of({
-        "one is tied or has no rows": not all(info.shape and info.placement.tied_to is None for info in infos),
-        "dtypes, columns or stages differ": len(kinds) > 1,
-        f"the rows of one are not {rule.groups} equal groups": any(num_rows(info) % rule.groups for info in infos),
-    })  # fmt: skip
+    return _first_of(
+        {
+            "one is tied or has no rows": not all(info.shape and info.placement.tied_to is None for info in infos),
+            "dtypes, columns or stages differ": len(kinds) > 1,
+            f"the rows of one are not {rule.groups} equal groups": any(num_rows(info) % rule.groups for info in infos),
+        }
+    )
 
 
 def why_not_grown(tensor: Mapped, rule: Grow) -> str:
     """Return why a tensor cannot grow so, empty if it can."""
     info = tensor.info
-    return _first_of({
-        "is matched by two of them": tensor.fill is not None,
-        f"cannot have {rule.rows} rows": not info.shape or info.shape[0] > rule.rows,
-        "has no mean": rule.fill == "mean" and (info.dtype not in FLOATS or info.shape[:1] == (0,)),
-    })  # fmt: skip
+    return _first_of(
+        {
+            "is matched by two of them": tensor.fill is not None,
+            f"cannot have {rule.rows} rows": not info.shape or info.shape[0] > rule.rows,
+            "has no mean": rule.fill == "mean" and (info.dtype not in FLOATS or info.shape[:1] == (0,)),
+        }
+    )
 
 
 def fused(name: str, parts: Sequence[Mapped], num_groups: int) -> Mapped:

@@ -120,11 +120,12 @@ LLAMA_LIKE = {  # by model_type
     "qwen3": LlamaLike(QWEN | {"head_dim": 128}, fields={"qk_norm": True}),
     "phi3": LlamaLike({"rms_norm_eps": 1e-5}),
     "olmo2": LlamaLike(
-        {"rms_norm_eps": 1e-5}, fields={"norms": "after", "wide_qk_norm": True},
+        {"rms_norm_eps": 1e-5},
+        fields={"norms": "after", "wide_qk_norm": True},
         beyond=("norms behind attention and MLP", "norms of queries and keys over all heads"),
     ),
     "gemma": GEMMA,
-}  # fmt: skip
+}
 
 
 def gemma2(config: Config) -> ModelTable:

@@ -83,10 +83,12 @@ class HfParts:
         tensors = self._root.tensors
         rows = [row for row in self._contents.rows if row.placement.tied_to is None]
         files = [(tensors[FILES + name], self._files.numbers[name]) for name in self._contents.files]
-        return StoredChunks.of_boxes([
-            *((tensors[row.name], row.box, *self._place(row)) for row in rows),
-            *((info, Box.whole(info.shape), number, 0) for info, number in files),
-        ])  # fmt: skip
+        return StoredChunks.of_boxes(
+            [
+                *((tensors[row.name], row.box, *self._place(row)) for row in rows),
+                *((info, Box.whole(info.shape), number, 0) for info, number in files),
+            ]
+        )
 
     def _place(self, row: Row) -> tuple[int, int]:
         if row.is_transposed:

@@ -69,7 +69,7 @@ def load(chunks: list[RankChunk], tensors: list[TensorInfo], files: list[np.ndar
 
 
 def assert_equal(plan: LoadPlan, other: LoadPlan) -> None:
-    for name in ("part", "source", "wanted", "target", "size"):
+    for name in ("part", "source", "row", "target", "size"):
         assert np.array_equal(getattr(plan, name), getattr(other, name)), name
 
 
