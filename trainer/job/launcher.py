@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -23,6 +24,7 @@ from trainer.job.failure import END_FILE
 from trainer.job.launch_faults import FailedLaunch, report_ranks
 from trainer.job.passed_signals import PassedSignals
 
+SAFE_PATH = "PYTHONSAFEPATH"  # python -m puts the current folder first on its path without it
 SAMPLE = "trainer launch --nproc-per-node 2 train CONFIG.toml"
 
 
@@ -43,7 +45,7 @@ def launch(arguments: Sequence[str], verbs: Collection[str]) -> int:
         options.signals_to_handle = ""  # PassedSignals hears them
         os.environ[END_FILE] = str(Path(folder) / "code")
         place, started_s = meeting.Meeting.of(options), time.monotonic()
-        with PassedSignals() as signals:
+        with PassedSignals() as signals, _apart_from_this_folder(options):
             try:
                 place.check()
                 run.run(options)
@@ -105,6 +107,20 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def _apart_from_this_folder(options: argparse.Namespace) -> Iterator[None]:
+    """Keep modules of the current folder from ranks of our own verbs, unless the launcher itself comes from there."""
+    is_ours = options.module and options.training_script == "trainer"
+    is_apart = is_ours and SAFE_PATH not in os.environ and os.path.abspath(sys.path[0]) != os.getcwd()
+    if is_apart:
+        os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if is_apart:
+            del os.environ[SAFE_PATH]
 
 
 def _code_of(path: Path) -> int | None:

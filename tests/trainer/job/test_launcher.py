@@ -121,6 +121,17 @@ def test_a_rank_that_raises_is_named_and_its_code_is_that_of_the_launcher(tmp_pa
     assert len(lines) == 2
 
 
+@pytest.mark.ci
+@pytest.mark.slow
+def test_modules_of_the_current_folder_are_not_taken_for_others(tmp_path: Path) -> None:
+    for name in ("types", "random", "torch", "trainer", "queue"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of this folder')")
+    command = [Path(sys.executable).with_name("trainer"), "launch", "--nproc-per-node", "2", "train", "gone.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no configuration file gone.toml\n")
+
+
 class Launch(Job):
     """One command line under our launcher."""
 
