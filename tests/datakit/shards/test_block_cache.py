@@ -142,7 +142,7 @@ def test_the_oldest_go_first_and_needed_ones_last(tmp_path: Path, monkeypatch: p
 
 def test_a_stopped_owner_holds_nobody_up(tmp_path: Path) -> None:
     cache, begun, end = BlockCache(tmp_path, 100 * SIZE), threading.Event(), threading.Event()
-    cache._folder.patience_s = 0.1
+    cache.folder.patience_s = 0.1
 
     def stopped() -> bytes:
         begun.set()
