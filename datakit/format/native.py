@@ -58,12 +58,8 @@ def struct(*names: str) -> np.dtype[np.void]:
 
 
 STORE = struct("token_starts", "num_shards", "bytes_a_token")
-SPAN = struct("row", "store", "start", "num_tokens", "goes_on")
-CUT_PIECE = struct("row", "byte", "num_tokens", "bytes_a_token", "goes_on")
-PIECE = struct("row", "tokens", "num_tokens", "bytes_a_token", "goes_on")
 READ = struct("descriptor", "offset", "target", "num_bytes")
 EPOCHS = struct("before", "before_bytes", "after", "after_bytes", "size", "block_rows")
-Structs = npt.NDArray[np.void]  # of one of these
 
 
 @cache

@@ -18,7 +18,7 @@ from datakit import TokenStore, write_store
 from datakit.batches.batch import PLAIN, BatchOptions, HostBatch
 from datakit.batches.gather import gather
 from datakit.batches.row_pieces import ShardTable
-from datakit.format.native import SPAN, library
+from datakit.format.native import library
 from datakit.store.token_store import NO_EOD
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ class Rows:
     def gather(self, options: BatchOptions = PLAIN, *, tokens_only: bool = False) -> HostBatch:
         num_rows = len(self.starts)
         columns = (range(num_rows), self.sources, self.starts, [self.seq_length + 1] * num_rows, [0] * num_rows)
-        spans = np.array(list(zip(*columns)), SPAN)
+        spans = np.array(columns, np.int64).T.copy()
         pieces = self.table.place(self.table.cut(self.sources, np.array(self.starts), spans))
         return gather(pieces, self.eod_ids, self.seq_length, options, tokens_only=tokens_only)
 

@@ -53,7 +53,7 @@ def test_the_next_step_is_asked_for_while_this_one_is_used(store: TokenStore) ->
     drop(store)
     rows = blend.cut(range(ROWS))
     blend._batches.table.ask_ahead(rows)
-    first = rows.pieces["byte"] // 4096
+    first = rows.pieces[:, 1] // 4096
     wait_until(lambda: num_pages(store) >= len(set(first.tolist())))
 
 
