@@ -15,6 +15,10 @@ from threefold.storage import Storage
 MAX_CHARACTERS, MAX_PARTS = 100, 3
 SCALARS = (str, bytes, bool, int, float, type(None))
 FETCH = "fetch the folder again"
+UNSOUND = (  # what reading damaged or hostile data raises: a closed list, so that a full disk or an interrupt is itself
+    zipfile.BadZipFile, struct.error, EOFError, KeyError, IndexError, TypeError, ValueError, AttributeError,
+    OverflowError, NotImplementedError, RuntimeError,
+)  # fmt: skip
 
 
 @contextmanager
@@ -24,8 +28,7 @@ def checked(fault: str, hint: str | None = None) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (zipfile.BadZipFile, KeyError, IndexError, TypeError, ValueError, AttributeError, NotImplementedError,
-            struct.error, EOFError, OverflowError, RuntimeError) as error:  # fmt: skip
+    except UNSOUND as error:
         raise CheckFailed(f"{fault}: {words_of(error)}", hint=hint) from None
 
 

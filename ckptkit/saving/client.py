@@ -28,7 +28,7 @@ class WriterProcess:
     """
 
     close_within_s = 10.0
-    die_within_s = 10.0  # once killed; a process that hangs in a dead file system takes for ever
+    die_within_s = 10.0  # after a kill; a process that waits for a dead file system may never end
 
     def __init__(self, arena: Arena) -> None:
         # Not the trainer's stderr: whoever reads that to its end would wait for a writer that outlives the trainer.
