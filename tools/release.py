@@ -2,16 +2,20 @@
 
     python -m tools.release 0.2.0         # `make release VERSION=0.2.0`
 
-Nothing is committed, tagged or sent anywhere: the last lines are the commands that do so. If a check fails, the files
-are as they were. The section is made of the fragments in changes/, which are removed.
+Nothing is committed, tagged or sent anywhere: the last lines are the commands that do so. If a check fails or a signal
+ends the release, the files are as they were. The section is made of the fragments in changes/, which are removed.
 """
 
 import argparse
+import contextlib
 import datetime
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from tools import changelog
 
@@ -23,6 +27,8 @@ PLACES = {  # the one line of each file that has the version
 }
 VERSION = re.compile(r"\d+\.\d+\.\d+(rc\d+)?")
 STEPS = (("make", "check"), ("make", "test"), ("make", "wheel"))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDS_WITHIN_S = 10.0  # a step that was asked to end
 
 
 def main(argv: "list[str] | None" = None, root: Path = ROOT, steps: tuple[tuple[str, ...], ...] = STEPS) -> int:
@@ -39,23 +45,54 @@ def main(argv: "list[str] | None" = None, root: Path = ROOT, steps: tuple[tuple[
         print("\n".join(f"would write {name}" for name in written))
         print("\n".join(f"would remove {path.relative_to(root)}" for path in used))
         return 0
-    before = {path: path.read_text() for path in (*map(root.joinpath, written), *used)}
-    try:
+    with put_back([*map(root.joinpath, written), *used]):
         for name, text in written.items():
             (root / name).write_text(text)
         for path in used:
             path.unlink()
         for step in steps:
             print("+", *step, flush=True)
-            if subprocess.run(step, cwd=root, check=False).returncode:
+            if run(step, root):
                 sys.exit(f"error: {' '.join(step)} failed; {', '.join(written)} are as they were")
-    except BaseException:  # Ctrl-C too
-        for path, text in before.items():
-            path.write_text(text)
-        raise
     version = arguments.version
     print(f"dist/ holds {version}. What is left:\n  git commit -am 'Release {version}' && git tag v{version}")
     return 0
+
+
+@contextlib.contextmanager
+def put_back(paths: list[Path]) -> Iterator[None]:
+    """Restore files if the block raises, or one of SIGNALS asks for its end: a second one is ignored meanwhile."""
+    before = {path: path.read_text() for path in paths}
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+
+    def unwind(number: int, _frame: FrameType | None) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(f"error: {signal.Signals(number).name} ended the release; the files are as they were")
+
+    usual = {number: signal.signal(number, unwind) for number in handled}
+    try:
+        yield
+    except BaseException:
+        for path, text in before.items():
+            path.write_text(text)
+        raise
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def run(step: tuple[str, ...], root: Path) -> int:
+    """Return the exit status of a command; end the command too if a signal ends the release."""
+    with subprocess.Popen(step, cwd=root) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()  # make hands it on to what it runs
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDS_WITHIN_S)
+            process.kill()
+            raise
 
 
 def refused(root: Path, version: str) -> str | None:

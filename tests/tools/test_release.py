@@ -1,6 +1,9 @@
 """A release: refused where it could not be repeated, and then the same version in every file."""
 
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,19 +90,34 @@ def test_a_check_that_fails_leaves_the_files_as_they_were(
     assert 'version = "7.8.9"' in (tree / "pyproject.toml").read_text()
 
 
-def test_an_interrupt_leaves_the_files_as_they_were(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_the_files_as_they_were_and_ends_the_step(tree: Path, name: str) -> None:
     names = (*release.PLACES, "CHANGELOG.md", "changes/datakit-rows.md", "changes/summary.md")
     before = {name: (tree / name).read_text() for name in names}
-    were_there = []
-
-    def stopped(command: tuple[str, ...], **_: object) -> None:
-        were_there.append((tree / "changes" / "datakit-rows.md").exists())
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(release, "refused", lambda *_: None)
-        patch.setattr(release.subprocess, "run", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            release.main(["7.8.9"], tree)
-    assert were_there == [False]
+    step = ("sh", "-c", "echo $$ $(ls changes); exec sleep 100")
+    reset = "for each in release.SIGNALS: signal.signal(each, signal.SIG_DFL)"  # whatever runs the tests ignores some
+    call = f"release.main(['7.8.9'], Path({str(tree)!r}), {(step,)})"
+    program = f"import signal\nfrom pathlib import Path\nfrom tools import release\n{reset}\n{call}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("+ sh -c")
+        child, *left = process.stdout.readline().split()
+        assert left == []  # the fragments are used
+        process.send_signal(signal.Signals[name])
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said == f"error: {name} ended the release; the files are as they were\n"
     assert {name: (tree / name).read_text() for name in names} == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child), 0)
+
+
+def test_what_nohup_ignores_does_not_end_a_release(tree: Path) -> None:
+    used = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert release.main(["7.8.9"], tree, (("sh", "-c", "kill -HUP $PPID"),)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, used)
+    assert not (tree / "changes" / "datakit-rows.md").exists()
