@@ -280,27 +280,27 @@ class Blend:
         """
         changes: list[tuple[int, str, list[Any]]] = []
         before, eras = None, {begin: era for era, begin in enumerate(self.sources.begins)}
-        for stretch in self.mixture.stretches:
+        for run in self.mixture.runs:
             parts: list[Any] = []
-            if stretch.sequence is not before:
-                parts = [[[name, arc] for name, arc in zip(self._names, stretch.sequence.arcs) if arc]]
+            if run.sequence is not before:
+                parts = [[[name, arc] for name, arc in zip(self._names, run.sequence.arcs) if arc]]
             what = "weights change" if parts else "samples are skipped"
-            era = eras.get(stretch.begin) if parts else None
+            era = eras.get(run.begin) if parts else None
             if era:
                 what = f"rows have {self.sources.lengths[era]} tokens"
                 parts.append(["rows", self.sources.lengths[era]])
             if era is not None and self._block_tokens:
                 parts.append(["blocks", self._block_rows(self.sources.lengths[era])])
-            changes.append((stretch.begin, what, parts + [stretch.offset] * (stretch.offset > 0)))
-            before = stretch.sequence
+            changes.append((run.begin, what, parts + [run.offset] * (run.offset > 0)))
+            before = run.sequence
         masked = self._masks.digests(self._names)
         changes += [(begin, "documents are masked", ["masked", digest]) for begin, digest in masked]
         return sorted(changes, key=lambda change: change[0])
 
     def _check_rows(self) -> None:
         weighted = np.zeros(len(self.stores), bool)
-        for stretch in self.mixture.stretches:
-            weighted |= np.array(stretch.sequence.arcs) > 0
+        for run in self.mixture.runs:
+            weighted |= np.array(run.sequence.arcs) > 0
         for source in np.flatnonzero(weighted & (self.rows == 0)).tolist():
             store = self.stores[source]
             raise UserError(

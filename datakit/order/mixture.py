@@ -1,6 +1,6 @@
 """Mixture: which source each sample of a stream comes from, while weights change and samples are skipped; arithmetic.
 
-A stream is a list of stretches, each a run of samples out of one weighted sequence. A segment with weights begins a new
+A stream is a list of runs of samples, each out of one weighted sequence. A segment with weights begins a new
 sequence, in which each source goes on where it was. A skip goes on further along the same sequence: with samples 24 to
 31 skipped, sample 24 is what sample 32 was, sample 25 what 33 was, and so on. Samples before a segment never change.
 
@@ -48,7 +48,7 @@ Change = tuple[int, Sequence[float]]  # the sample from which on weights are in 
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SampleRun:
     """Samples from `begin` on are those of a sequence from its sample `offset` on.
 
     `base` is how far each source was where the sequence began.
@@ -60,7 +60,7 @@ class Stretch:
     base: Int64s
 
     def positions(self, num_samples: int) -> Int64s:
-        """Return how far each source is after the stream's first samples, which end in this stretch."""
+        """Return how far each source is after the stream's first samples, which end in this run."""
         return self.base + self.sequence.counts(self.offset + num_samples - self.begin)
 
 
@@ -71,51 +71,47 @@ class Mixture:
         """Take segments in rising order; UserError if they are not, or skip what is read already."""
         self.segments = tuple(segments)
         self._check()
-        stretches: list[Stretch] = []
+        runs: list[SampleRun] = []
         num_sequences = 0
         for segment in self.segments:
             if segment.weights is not None:
-                stretches = [stretch for stretch in stretches if stretch.begin < segment.from_sample]
-                base = (
-                    stretches[-1].positions(segment.from_sample)
-                    if stretches
-                    else np.zeros(len(segment.weights), np.int64)
-                )
+                runs = [run for run in runs if run.begin < segment.from_sample]
+                base = runs[-1].positions(segment.from_sample) if runs else np.zeros(len(segment.weights), np.int64)
                 theta = xxhash.xxh3_64_intdigest(f"{seed}/segment/{num_sequences}".encode()) % CIRCLE
-                stretches.append(Stretch(segment.from_sample, WeightedSequence(segment.weights, theta), 0, base))
+                runs.append(SampleRun(segment.from_sample, WeightedSequence(segment.weights, theta), 0, base))
                 num_sequences += 1
             for first, stop in sorted(segment.skip, reverse=True):  # from the last one: numbers before it stay
-                stretches = _without(stretches, first, stop)
-        self.stretches = tuple(stretches)
-        self.max_samples = MAX_SAMPLES - max(0, *(stretch.offset - stretch.begin for stretch in stretches))
-        self._begins = [stretch.begin for stretch in stretches]
+                runs = _without(runs, first, stop)
+        self.runs = tuple(runs)
+        self.max_samples = MAX_SAMPLES - max(0, *(run.offset - run.begin for run in runs))
+        self._begins = [run.begin for run in runs]
         self._ends = [*self._begins[1:], self.max_samples]
-        self._skips = any(stretch.offset for stretch in stretches)
-        self._starts = [stretch.positions(stretch.begin) for stretch in stretches]
-        self._read = [np.zeros_like(stretches[0].base)]  # samples of each source before each stretch
-        for stretch, start, end in zip(stretches, self._starts, self._ends[:-1]):
-            self._read.append(self._read[-1] + stretch.positions(end) - start)
+        self._skips = any(run.offset for run in runs)
+        self._starts = [run.positions(run.begin) for run in runs]
+        self._read = [np.zeros_like(runs[0].base)]  # samples of each source before each run
+        for run, start, end in zip(runs, self._starts, self._ends[:-1]):
+            self._read.append(self._read[-1] + run.positions(end) - start)
 
     def counts(self, num_samples: int) -> Int64s:
         """Return how many of the stream's first samples come from each source."""
-        number = self._stretch(num_samples)
-        found = self.stretches[number].positions(num_samples)
+        number = self._run_of(num_samples)
+        found = self.runs[number].positions(num_samples)
         return found - self._starts[number] + self._read[number] if self._skips else found
 
     def positions(self, num_samples: int) -> Int64s:
         """Return how far each source is after the stream's first samples: its samples that were read or skipped."""
-        return self.stretches[self._stretch(num_samples)].positions(num_samples)
+        return self.runs[self._run_of(num_samples)].positions(num_samples)
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """For each sample, below `max_samples`, its source and which of that source's samples it is; O(log) each."""
-        if len(self.stretches) == 1 and not self._skips:
-            return self.stretches[0].sequence.locate(samples)
+        if len(self.runs) == 1 and not self._skips:
+            return self.runs[0].sequence.locate(samples)
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
-        stretches = np.searchsorted(self._begins, samples, side="right") - 1
-        for number in set(stretches.tolist()):
-            inside, stretch = stretches == number, self.stretches[number]
-            found, earlier = stretch.sequence.locate(samples[inside] + (stretch.offset - stretch.begin))
-            sources[inside], numbers[inside] = found, earlier + stretch.base[found]
+        runs = np.searchsorted(self._begins, samples, side="right") - 1
+        for number in set(runs.tolist()):
+            inside, run = runs == number, self.runs[number]
+            found, earlier = run.sequence.locate(samples[inside] + (run.offset - run.begin))
+            sources[inside], numbers[inside] = found, earlier + run.base[found]
         return sources, numbers
 
     def sample_of(self, source: int, number: int) -> int | None:
@@ -124,11 +120,11 @@ class Mixture:
         The source has so many samples within the stream.
         """
         at = bisect_right(self._starts, number, key=lambda start: int(start[source])) - 1
-        stretch, end = self.stretches[at], self._ends[at]
-        if self._skips and number >= stretch.positions(end)[source]:
+        run, end = self.runs[at], self._ends[at]
+        if self._skips and number >= run.positions(end)[source]:
             return None
-        inside = stretch.sequence.sample_of(source, number - int(stretch.base[source]))
-        return inside - stretch.offset + stretch.begin
+        inside = run.sequence.sample_of(source, number - int(run.base[source]))
+        return inside - run.offset + run.begin
 
     def weights_at(self, sample: int) -> tuple[float, ...]:
         """Return the weights in force at a sample."""
@@ -136,23 +132,23 @@ class Mixture:
 
     def reads_from(self, source: int, num_samples: int) -> int | None:
         """Return the first sample, from `num_samples` on, at which a source may be read; None if it is read no more."""
-        for stretch, end in zip(self.stretches, self._ends):
-            if end > num_samples and stretch.sequence.arcs[source]:
-                return max(stretch.begin, num_samples)
+        for run, end in zip(self.runs, self._ends):
+            if end > num_samples and run.sequence.arcs[source]:
+                return max(run.begin, num_samples)
         return None
 
     def first_samples(self) -> Int64s:
         """Return the sample from which on each source may be read, MAX_SAMPLES if it is never read."""
-        found = np.full(len(self.stretches[0].base), MAX_SAMPLES, np.int64)
-        for stretch in reversed(self.stretches):
-            found[np.array(stretch.sequence.arcs) > 0] = stretch.begin
+        found = np.full(len(self.runs[0].base), MAX_SAMPLES, np.int64)
+        for run in reversed(self.runs):
+            found[np.array(run.sequence.arcs) > 0] = run.begin
         return found
 
     def ranges(self, num_samples: int) -> list[tuple[Int64s, Int64s]]:
         """Return which of their samples the stream's first samples read of all sources, as ranges [starts, stops)."""
-        number = self._stretch(num_samples)
+        number = self._run_of(num_samples)
         ends = [*self._ends[:number], num_samples]
-        stops = [stretch.positions(end) for stretch, end in zip(self.stretches, ends)]
+        stops = [run.positions(end) for run, end in zip(self.runs, ends)]
         return list(zip(self._starts, stops))
 
     def max_deviation(self, num_samples: int) -> int:
@@ -160,8 +156,8 @@ class Mixture:
         lengths = (min(end, num_samples) - begin for begin, end in zip(self._begins, self._ends))
         return sum(max_deviation(length) for length in lengths if length > 0)
 
-    def _stretch(self, num_samples: int) -> int:
-        """Return the number of the stretch that the sample after the first ones is in."""
+    def _run_of(self, num_samples: int) -> int:
+        """Return the number of the run that the sample after the first ones is in."""
         if not 0 <= num_samples <= self.max_samples:
             limit = shown_limit(self.max_samples)
             raise UserError(f"the stream has no first {num_samples} samples, from 0 to {limit} can be counted")
@@ -204,12 +200,12 @@ def check_weights(weights: tuple[float, ...] | None, num_sources: int) -> None:
         )
 
 
-def _without(stretches: list[Stretch], first: int, stop: int) -> list[Stretch]:
-    """Return stretches of the stream that leaves samples [first, stop) out, so that sample `stop` becomes `first`."""
-    after = [stretch for stretch in stretches if stretch.begin <= stop]
+def _without(runs: list[SampleRun], first: int, stop: int) -> list[SampleRun]:
+    """Return runs of the stream that leaves samples [first, stop) out, so that sample `stop` becomes `first`."""
+    after = [run for run in runs if run.begin <= stop]
     last = after[-1]
-    before = [stretch for stretch in stretches if stretch.begin < first]
-    moved = [replace(stretch, begin=stretch.begin - (stop - first)) for stretch in stretches if stretch.begin > stop]
+    before = [run for run in runs if run.begin < first]
+    moved = [replace(run, begin=run.begin - (stop - first)) for run in runs if run.begin > stop]
     return [*before, replace(last, begin=first, offset=last.offset + stop - last.begin), *moved]
 
 

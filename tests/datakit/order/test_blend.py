@@ -197,7 +197,7 @@ def test_a_random_row_takes_no_counting_of_all_stores(
 ) -> None:
     stream = blend(stores, [1, 1, 1])
     monkeypatch.setattr(stream, "counts", None)
-    monkeypatch.setattr(stream.mixture.stretches[0].sequence, "counts", None)
+    monkeypatch.setattr(stream.mixture.runs[0].sequence, "counts", None)
     assert stream.batch([10**12]).tokens.shape == (1, L)
 
 

@@ -107,9 +107,9 @@ def test_every_prefix_keeps_to_the_weights(segments: list[Segment], lengths: lis
     mixture = Mixture(segments)
     for n in (*range(END), *(2**length - 1 for length in lengths), far):
         wanted = [Fraction(0)] * NUM_SOURCES
-        for stretch, end in zip(mixture.stretches, [*[each.begin for each in mixture.stretches[1:]], n]):
-            length = max(min(end, n) - stretch.begin, 0)
-            wanted = [sofar + Fraction(arc * length, CIRCLE) for sofar, arc in zip(wanted, stretch.sequence.arcs)]
+        for run, end in zip(mixture.runs, [*[each.begin for each in mixture.runs[1:]], n]):
+            length = max(min(end, n) - run.begin, 0)
+            wanted = [sofar + Fraction(arc * length, CIRCLE) for sofar, arc in zip(wanted, run.sequence.arcs)]
         off = max(abs(count - share) for count, share in zip(mixture.counts(n).tolist(), wanted))
         assert off <= mixture.max_deviation(n)
 

@@ -4,18 +4,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
-
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.encoder import Choice, GigatokenEncoder, choose_backend, open_encoder
 from datakit.tokenization.tokenizer import open_tokenizer
 from tests.datakit.conftest import Cli, files_of, write_jsonl
 from threefold.errors import UserError
 from threefold.installing import install
+from datakit.tokenization.encoder import texts_of_tokens
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.just("a<|endoftext|> b"), max_size=20)
 
@@ -131,3 +130,19 @@ def test_every_backend_gives_the_same_store(tmp_path: Path, tokenizer_path: str,
         assert cli("preprocess", source, "--output", store, *flags) == 0
         stores.append(files_of(store))
     assert stores[0] == stores[1] == stores[2]
+
+
+def test_tokens_that_overlap_are_put_together() -> None:
+    texts = list(texts_of_tokens(["<a>", "a>b", " x"]))
+    assert "<a>b" in texts
+    assert "<a> x<a>" in texts
+    assert "<a>\u0301" in texts
+
+
+def test_many_and_long_tokens_give_few_texts() -> None:
+    many = list(texts_of_tokens([f"<{number}>" for number in range(70_000)]))
+    assert any("<69999>" in text for text in many)
+    assert len(many) < 200_000
+    spaces = list(texts_of_tokens([" " * size for size in range(1, 300)]))
+    assert len(spaces) < 20_000
+    assert max(map(len, texts_of_tokens(["a" * 10_000, "b" * 10_000]))) < 60_000
