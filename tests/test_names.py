@@ -21,7 +21,7 @@ LOCAL_LINES = 5  # a local that is used over more lines than this has a name
 PRONOUNS_LEFT = {
     "threefold": 0,
     "datakit": 0,
-    "ckptkit": 2,
+    "ckptkit": 2,  # of the public reports that guides and `prune --json` name: found, kept
     "trainer": 18,
     "tools": 0,
     "benchmarks": 0,

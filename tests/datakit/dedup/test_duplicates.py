@@ -1,27 +1,30 @@
-"""Duplicates: against a set of all texts seen, whatever the items, buckets, runs and groups."""
+"""Duplicates: against a set of all texts seen; hashes of items are of the texts that the rules keep, whole or none."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from datakit.dedup.duplicates import Duplicates, ItemHashes, Sizes, are_duplicates_of, find_repeats, write_duplicates
-from datakit.format.output import Output
-from datakit.text.documents import Document, Documents
-from threefold.errors import UserError
-import json
-from pathlib import Path
-import numpy as np
-import pytest
-import xxhash
-from datakit.dedup import duplicates as module
-from datakit.dedup.duplicates import ItemHasher, ItemHashes, read_hashes
+
+from datakit.dedup.duplicates import (
+    FOLDER,
+    Duplicates,
+    ItemHasher,
+    ItemHashes,
+    Sizes,
+    are_duplicates_of,
+    find_repeats,
+    read_hashes,
+    write_duplicates,
+)
 from datakit.format.output import Output
 from datakit.store.item_records import Progress
-from datakit.text.documents import DocumentRules
+from datakit.text.documents import Document, DocumentRules, Documents
 from datakit.text.inputs import WorkItem, cut, find_inputs
 from tests.datakit.conftest import files_of, write_jsonl
 from threefold.errors import UserError
@@ -179,7 +182,7 @@ def test_a_damaged_record_does_not_count(tmp_path: Path, texts: list[str], field
     write_jsonl(tmp_path / "in" / "a.jsonl", texts)
     output, item = output_in(tmp_path), item_of(tmp_path / "in")
     ItemHasher(output, DocumentRules()).seal(item)
-    record = tmp_path / "s" / module.FOLDER / "000000.json"
+    record = tmp_path / "s" / FOLDER / "000000.json"
     content = json.loads(record.read_bytes())
     del content[field]
     record.write_text(json.dumps(content))

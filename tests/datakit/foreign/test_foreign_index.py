@@ -1,15 +1,15 @@
-"""ForeignIndex: fields of an index.json by name and kind; a fault names the file, the place and what was found."""
+"""ForeignIndex: fields of an index.json by name and kind, and the column of tokens; a fault says what there is."""
 
 from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from datakit.foreign.foreign_index import ForeignIndex
-from threefold.errors import CheckFailed, UserError
-import pytest
-from datakit.foreign.foreign_index import choose_column, require_dtype
+
+from datakit.foreign.foreign_index import ForeignIndex, choose_column, require_dtype
 from datakit.foreign.foreign_store import Choices
-from threefold.errors import UserError
+from threefold.errors import CheckFailed, UserError
+
 
 def read(folder: Path, text: str) -> ForeignIndex:
     (folder / "index.json").write_text(text)

@@ -1,20 +1,21 @@
-"""Encoders: the fast engine stands in for the reference only where its ids are the same, and its memory is bounded."""
+"""Encoders: the fast engine stands in only where its ids are the same; the texts that probe it hold every token."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
+
 from datakit.store.token_store import TokenStore
-from datakit.tokenization.encoder import Choice, GigatokenEncoder, choose_backend, open_encoder
+from datakit.tokenization.encoder import Choice, GigatokenEncoder, choose_backend, open_encoder, texts_of_tokens
 from datakit.tokenization.tokenizer import open_tokenizer
 from tests.datakit.conftest import Cli, files_of, write_jsonl
 from threefold.errors import UserError
 from threefold.installing import install
-from datakit.tokenization.encoder import texts_of_tokens
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.just("a<|endoftext|> b"), max_size=20)
 
