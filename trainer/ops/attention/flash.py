@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.ops.attention.seam import Mask
+from trainer.ops.attention.seam import Gradients, Mask, Saved
 from trainer.ops.attention.shapes import as_rows, lse_by_head, lse_by_row, refuses_half
 
 INTERFACE_4 = "flash_attn.cute.interface"
@@ -25,11 +25,9 @@ class Flash2:
     is_deterministic = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        """Return the first thing that the package does not know, or that it is missing."""
         return refuses_half(q_TNH, 256) or _missing("flash_attn.flash_attn_interface", "_flash_attn_varlen_backward")
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the result and the lse."""
         package = import_module("flash_attn.flash_attn_interface")
         how = _how_2(q_TNH, mask) | {"return_softmax": False}
         if mask.cu_q is not None:
@@ -39,10 +37,8 @@ class Flash2:
         out, lse, *_ = package._flash_attn_forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), **how)
         return out.flatten(0, 1), lse_by_head(lse)
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients."""
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
+        q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         package = import_module("flash_attn.flash_attn_interface")
         dq, dk, dv = grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_UKH, v_UKH)]
         how = _how_2(q_TNH, mask) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
@@ -64,21 +60,17 @@ class Flash3:
     is_deterministic = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        """Return the first thing that the package does not know, or that it is missing."""
         if mask.window is not None or mask.alibi is not None:
             return "no window and no ALiBi through it"
         return refuses_half(q_TNH, 256, major=9) or _missing("flash_attn_interface", "_flash_attn_backward")
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the result and the lse."""
         forward = import_module("flash_attn_interface")._flash_attn_forward
         out, lse, *_ = forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), **_how_3(q_TNH, mask))
         return (out, lse) if mask.cu_q is not None else (out.flatten(0, 1), lse_by_head(lse))
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients."""
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
+        q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         dq, dk, dv = grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_UKH, v_UKH)]
         tensors = as_rows(mask, dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH)
         lengths = (None, None) if mask.cu_q is None else (mask.max_q, mask.max_k)
@@ -101,7 +93,6 @@ class Flash4:
     is_deterministic = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        """Return the first thing that the package does not know, or that it is missing."""
         if mask.alibi is not None:
             return "no ALiBi through it"
         if q_TNH.shape[2] % 32:  # of 4.0.0b36, heads of 16 have wrong gradients on sm_90
@@ -109,15 +100,12 @@ class Flash4:
         return refuses_half(q_TNH, 128, major=9) or _missing_4()
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the result and the lse."""
         forward = import_module(INTERFACE_4)._flash_attn_fwd
         out, lse, *_ = forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), return_lse=True, **_how_3(q_TNH, mask))
         return (out, lse) if mask.cu_q is not None else (out.flatten(0, 1), lse_by_head(lse))
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients."""
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
+        q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         how = _how_3(q_TNH, mask) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
         tensors = as_rows(mask, q_TNH, k_UKH, v_UKH, out_TNH, dout_TNH)
         grads = import_module(INTERFACE_4)._flash_attn_bwd(*tensors, lse_by_row(lse_NT, mask), **how)[:3]

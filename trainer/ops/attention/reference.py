@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trainer.ops.attention.seam import Mask
+from trainer.ops.attention.seam import Gradients, Mask, Saved
 from trainer.ops.dtypes import wide_dtype
 
 BLOCK = 128  # queries
@@ -23,7 +23,6 @@ class Reference:
     is_deterministic = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        """Return None."""
         return None
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -40,10 +39,9 @@ class Reference:
             lse_NT[:, queries] = lse_NM
         return out_TNH, lse_NT
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
         """Return the gradients; those of keys are summed over blocks in the wide type."""
+        q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         wide, scale = wide_dtype(q_TNH.dtype), q_TNH.shape[-1] ** -0.5
         dq_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         dk_UKH, dv_UKH = (torch.zeros(k_UKH.shape, dtype=wide, device=k_UKH.device) for _ in range(2))

@@ -5,13 +5,12 @@ The names are of torch 2.11 to 2.13; a backend refuses if this torch lacks them.
 head repeated, but for CUTLASS, which knows no grouped heads.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.ops.attention.seam import Mask
+from trainer.ops.attention.seam import Gradients, Mask, Saved
 from trainer.ops.attention.shapes import as_rows, lse_by_head, lse_by_row, refuses_all_but_rows, refuses_half
 
 aten = torch.ops.aten
@@ -27,29 +26,25 @@ class CpuFlash:
     is_deterministic = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        """Return the first thing that the kernel does not know."""
         if q_TNH.device.type != "cpu" or not _has("_scaled_dot_product_flash_attention_for_cpu"):
             return "it runs on the cpu"
         return refuses_all_but_rows(mask, documents=True)
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the result and the lse."""
         parts = []
-        for rows in _batches(mask, len(q_TNH)):
-            q, k, v = (_rows(x[rows.tokens], rows.length) for x in (q_TNH, k_UKH, v_UKH))
+        for tokens, length in _batches(mask, len(q_TNH)):
+            q, k, v = (_rows(x[tokens], length) for x in (q_TNH, k_UKH, v_UKH))
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
             parts.append((_tokens(out), lse_by_head(lse)))
         return _joined([out for out, _ in parts], 0), _joined([lse for _, lse in parts], 1)
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients."""
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
+        q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         parts = []
-        for rows in _batches(mask, len(q_TNH)):
-            wide = (_rows(x[rows.tokens], rows.length) for x in (dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH))
-            lse = lse_NT[:, rows.tokens].unflatten(1, (-1, rows.length)).transpose(0, 1)
+        for tokens, length in _batches(mask, len(q_TNH)):
+            wide = (_rows(x[tokens], length) for x in (dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH))
+            lse = lse_NT[:, tokens].unflatten(1, (-1, length)).transpose(0, 1)
             parts.append([_tokens(each) for each in backward(*wide, lse, 0.0, True)])
         dq, dk, dv = (_joined(list(each), 0) for each in zip(*parts, strict=True))
         return dq, dk, dv
@@ -62,7 +57,6 @@ class CudaFlash:
     is_deterministic = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        """Return the first thing that the kernel does not know."""
         if not _has("_flash_attention_forward") or not _has("_flash_attention_backward"):
             return "this torch was built without it"
         if mask.alibi is not None:
@@ -70,16 +64,14 @@ class CudaFlash:
         return refuses_half(q_TNH, 256)
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the result and the lse."""
         q, k, v = as_rows(mask, q_TNH, k_UKH, v_UKH)
         bounds = (mask.cu_q, mask.cu_k, mask.max_q, mask.max_k)
         out, lse, *_ = aten._flash_attention_forward(q, k, v, *bounds, 0.0, True, False, **_window(mask))
         return (out, lse) if mask.cu_q is not None else (out.flatten(0, 1), lse_by_head(lse))
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
         """Return the gradients, those of k and v summed over the query heads that share them."""
+        q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         dout, q, k, v, out = as_rows(mask, dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH)
         no_dropout = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))  # its state, never read
         bounds = (mask.cu_q, mask.cu_k, mask.max_q, mask.max_k)
@@ -97,21 +89,17 @@ class Cudnn:
     is_deterministic = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        """Return the first thing that the kernels do not know."""
         if not _has("_scaled_dot_product_cudnn_attention") or not torch.backends.cudnn.is_available():
             return "this torch was built without it"
         return refuses_all_but_rows(mask, documents=False) or refuses_half(q_TNH, 128)
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the result and the lse."""
         q, k, v = (_rows(x, mask.max_q) for x in (q_TNH, k_UKH, v_UKH))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
         return _tokens(out), lse_by_head(lse.reshape(out.shape[:3]))
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients."""
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
+        q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         dout, q, k, v, out = (_rows(x, mask.max_q) for x in (dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH))
         lse = lse_by_row(lse_NT, mask).unsqueeze(-1)
         no_dropout = [q.new_zeros((), dtype=torch.int64) for _ in range(2)]
@@ -129,7 +117,6 @@ class Efficient:
     is_deterministic = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        """Return the first thing that the kernels do not know."""
         if q_TNH.device.type != "cuda" or q_TNH.dtype not in (torch.float32, torch.bfloat16):
             return "it takes float32 and bfloat16 on cuda"
         if q_TNH.shape[2] % 8:
@@ -137,15 +124,13 @@ class Efficient:
         return refuses_all_but_rows(mask, documents=False)
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the result and the lse."""
         q, k, v = (_rows(x, mask.max_q) for x in (q_TNH, *_repeated(q_TNH, k_UKH, v_UKH)))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
         return _tokens(out), lse_by_head(lse[..., : mask.max_q])  # its rows are padded
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
         """Return the gradients, those of k and v summed over the query heads that share them."""
+        q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         repeated = _repeated(q_TNH, k_UKH, v_UKH)
         dout, q, k, v, out = (_rows(x, mask.max_q) for x in (dout_TNH, q_TNH, *repeated, out_TNH))
         lse = torch.nn.functional.pad(lse_by_row(lse_NT, mask), (0, -mask.max_q % 32), value=float("inf"))
@@ -158,18 +143,12 @@ class Efficient:
         return _tokens(dq), dk, dv
 
 
-class _Rows:
-    """Rows of one length among the tokens."""
-
-    def __init__(self, tokens: slice, length: int) -> None:
-        self.tokens, self.length = tokens, length
-
-
-def _batches(mask: Mask, num_tokens: int) -> list[_Rows]:
+def _batches(mask: Mask, num_tokens: int) -> list[tuple[slice, int]]:
+    """Return which tokens are rows of one length, and that length."""
     if mask.cu_q is None:
-        return [_Rows(slice(0, num_tokens), mask.max_q)]
+        return [(slice(0, num_tokens), mask.max_q)]
     spans = [tokens for tokens, _ in mask.documents(num_tokens, num_tokens)]
-    return [_Rows(tokens, tokens.stop - tokens.start) for tokens in spans if tokens.stop > tokens.start]
+    return [(tokens, tokens.stop - tokens.start) for tokens in spans if tokens.stop > tokens.start]
 
 
 def _rows(x_TNH: Tensor, length: int) -> Tensor:
@@ -195,5 +174,4 @@ def _window(mask: Mask) -> dict[str, Any]:
 
 
 def _has(name: str) -> bool:
-    found: Callable[..., Any] | None = getattr(aten, name, None)
-    return found is not None
+    return getattr(aten, name, None) is not None

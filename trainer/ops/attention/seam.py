@@ -64,6 +64,10 @@ class Mask:
         return list(zip(*spans, strict=True))
 
 
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # of a forward: q, k, v, its result [T, N, H] and the lse [N, T]
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v; dense or not, but neighbours in H are neighbours in memory
+
+
 class Backend(Protocol):
     """One way to compute attention; shapes as in `attention`."""
 
@@ -76,10 +80,8 @@ class Backend(Protocol):
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the result [T, N, H] and the lse [N, T], float32 (float64 for float64)."""
 
-    def backward(
-        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; dense or not, but neighbours in H are neighbours in memory."""
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
+        """Return the gradients for that of the result."""
 
 
 def attention(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask, backend: Backend) -> Tensor:
@@ -129,4 +131,4 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
-        return *ctx.backend.backward(dout, *ctx.saved_tensors, ctx.mask), None, None
+        return *ctx.backend.backward(dout, ctx.saved_tensors, ctx.mask), None, None
