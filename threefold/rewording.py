@@ -18,7 +18,7 @@ from threefold.options import FlagText
 NEEDS_VALUE = "needs a value"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Taken:
     """What another program's flag is here: our words, settings that no flag has, sentences on what does not exist.
 
@@ -26,10 +26,10 @@ class Taken:
     """
 
     num_values: int
-    words: Sequence[str] = ()
-    settings: Mapping[str, FlagText] = field(default_factory=dict)
-    faults: Sequence[str] = ()
-    options: Sequence[str] = ()
+    words: list[str] = field(default_factory=list)
+    settings: dict[str, FlagText] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
 
 
 Foreign = Callable[[str, str | None, Sequence[str]], Taken | None]  # a flag, its =VALUE, and what comes behind it

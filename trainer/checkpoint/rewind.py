@@ -13,6 +13,7 @@ from ckptkit import Run, Tiers, open_source
 from threefold.errors import CheckFailed, UserError, quoted
 from threefold.masking import masked
 from trainer.config import CheckpointConfig
+from trainer.config.resolve import shared_urls
 
 
 def rewind_target(config: CheckpointConfig, tiers: Tiers | None) -> tuple[str, int] | None:
@@ -69,11 +70,6 @@ def own_step(load: str, tiers: Tiers | None) -> tuple[str, int] | None:
         return None
     same = [url for url in shared_urls(tiers) if Run(url).storage.address == source.storage.address]
     return (same[0], source.named) if same else None
-
-
-def shared_urls(tiers: Tiers) -> list[str]:
-    """Return the URLs of the tiers that all nodes share, fastest first."""
-    return [tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node]
 
 
 def was_saved_since(config: CheckpointConfig, tiers: Tiers, step: int) -> bool:

@@ -67,6 +67,11 @@ def tiers_of(config: Config) -> Tiers | None:
     return tiers if tiers.first.retention.has_rules else replace(tiers, first=replace(tiers.first, retention=rules))
 
 
+def shared_urls(tiers: Tiers | None) -> list[str]:
+    """Return the URLs of the tiers that all nodes share, fastest first."""
+    return [tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node] if tiers else []
+
+
 def schedule_of(config: Config) -> str:
     """Return the schedule that a run takes: on one stage a backward pass follows its forward pass.
 

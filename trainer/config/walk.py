@@ -20,7 +20,7 @@ from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.foreign.derived import complete
 from trainer.config.foreign.translate import answers
-from trainer.config.resolve import resolve
+from trainer.config.resolve import resolve, shared_urls
 
 SAMPLE = "examples/gpt-small.toml"
 HINT = f"{SAMPLE} documents every key; so does: trainer train --help"
@@ -46,7 +46,9 @@ def with_model(tables: dict[str, Any], overrides: Settings) -> dict[str, Any]:
     if not isinstance(saving, Mapping) or not isinstance(own_model, Mapping):
         return tables
     saves, load = (overrides.get(f"checkpoint.{name}", saving.get(name)) for name in ("save", "load"))
-    urls = [*shared_tiers(texts_of(saves)), *texts_of(load)]
+    urls = texts_of(load)
+    with suppress(UserError):  # of what is not well written, which the run itself reports
+        urls = [*shared_urls(parse_tiers(texts_of(saves)) if texts_of(saves) else None), *urls]
     known = next((model for model in map(model_of, urls) if model is not None), {})
     return {**tables, "model": {**known, **own_model}} if known else tables
 
@@ -55,15 +57,6 @@ def texts_of(value: Any) -> list[str]:
     """Return the texts of an option that may be repeated, out of a file or of flags; other values are left out."""
     texts = [value.text, *value.more] if isinstance(value, FlagText) else value
     return [text for text in ([texts] if isinstance(texts, str) else texts or ()) if isinstance(text, str) and text]
-
-
-def shared_tiers(saves: list[str]) -> list[str]:
-    """Return the URLs that all nodes save to; none if `saves` is not well written, which the run itself reports."""
-    try:
-        tiers = parse_tiers(saves) if saves else None
-    except UserError:
-        return []
-    return [tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node] if tiers else []
 
 
 def model_of(url: str) -> dict[str, Any] | None:

@@ -5,6 +5,8 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,7 @@ class Conversion:
                 yield ""
                 yield f"[{place}]"
                 table = place
-            value: Any = self.tables
-            for part in leaf.name.split("."):
-                value = value[part]
+            value = reduce(getitem, leaf.name.split("."), self.tables)
             flag = self.settings[leaf.name].flag if leaf.name in self.explicit else DEFAULT
             yield f"{key} = {toml(value)}  # {flag}"
         for title, texts in (
@@ -129,7 +129,7 @@ def command_of(text: str) -> tuple[list[str], dict[str, int]]:
             "the text runs no program with flags",
             hint="trainer train --from-megatron 'pretrain_gpt.py --num-layers 2 ...'",
         )
-    command = max(candidates, key=lambda words: (has_program(words), len(words)))
+    command = max(candidates, key=lambda words: (any(word.endswith(".py") for word in words), len(words)))
     flags = program_flags(command)
     before = command[: len(command) - len(flags)]
     launch = {}
@@ -139,11 +139,6 @@ def command_of(text: str) -> tuple[list[str], dict[str, int]]:
             if flag in spellings and (text if sign else value).isdecimal():
                 launch[name] = int(text if sign else value)
     return flags_of(flags), launch
-
-
-def has_program(command: Sequence[str]) -> bool:
-    """Return whether a command names a Python program."""
-    return any(word.endswith(".py") for word in command)
 
 
 def unwrapped(command: list[str]) -> list[list[str]]:

@@ -6,6 +6,7 @@ far and the flag's text, and returns the options that it sets; ValueError says w
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,18 @@ from trainer.config import Config
 MARK = "~"
 WHAT = "a number of {}, got {!r}"
 
-ALONE = {  # what each sets and no other flag may: Megatron-LM refuses two
-    "train_samples": "train.train_steps",
-    "lr_decay_samples": "optim.decay_steps",
-    "lr_warmup_samples": "optim.warmup_steps",
-    "lr_wsd_decay_samples": "optim.wsd_decay_steps",
-    "lr_warmup_fraction": "optim.warmup_steps",
+IN_STEPS = {  # what flags count, and the options that have it in steps
+    "train_samples": ("samples", "train.train_steps"),
+    "train_tokens": ("tokens", "train.train_steps"),
+    "lr_decay_samples": ("samples", "optim.decay_steps"),
+    "lr_decay_tokens": ("tokens", "optim.decay_steps"),
+    "lr_warmup_samples": ("samples", "optim.warmup_steps"),
+    "lr_warmup_tokens": ("tokens", "optim.warmup_steps"),
+    "lr_wsd_decay_samples": ("samples", "optim.wsd_decay_steps"),
+    "lr_warmup_fraction": ("fraction", "optim.warmup_steps"),
 }
+# what each sets and no other flag may: Megatron-LM refuses two
+ALONE = {name: option for name, (unit, option) in IN_STEPS.items() if unit != "tokens"}
 
 
 class NotConverted(ValueError):
@@ -61,25 +67,20 @@ def whole(text: FlagText, what: str) -> int:
     raise ValueError(f"must be {WHAT.format(what, text.text)}")
 
 
-def steps_of_samples(config: Config, text: FlagText) -> str:
-    """Return the steps that so many samples are."""
-    return str(whole(text, "samples") // config.train.global_batch_size)
-
-
-def steps_of_tokens(config: Config, text: FlagText) -> str:
-    """Return the steps that so many tokens are."""
-    return str(whole(text, "tokens") // (config.train.global_batch_size * config.train.seq_length))
-
-
-def steps_of_fraction(config: Config, text: FlagText) -> str:
-    """Return the steps that are this fraction of the schedule."""
-    try:
-        fraction = float(text.text)
-    except ValueError:
-        fraction = -1.0
-    if not 0 <= fraction <= 1:
+def in_steps(unit: str, option: str, config: Config, text: FlagText) -> dict[str, str]:
+    """Return the steps that so many samples or tokens are, or this fraction of the schedule."""
+    train = config.train
+    if unit != "fraction":
+        num_tokens = train.seq_length if unit == "tokens" else 1
+        return {option: str(whole(text, unit) // (train.global_batch_size * num_tokens))}
+    if not is_number(text.text) or float(text.text) > 1:
         raise ValueError(f"must be a fraction from 0 to 1, got {text.text!r}")
-    return str(round(fraction * (config.optim.decay_steps or config.train.train_steps)))
+    return {option: str(round(float(text.text) * (config.optim.decay_steps or train.train_steps)))}
+
+
+def fall_of_ratio(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the schedule that falls in this fraction of its steps."""
+    return {"optim.schedule": "wsd", **in_steps("fraction", "optim.wsd_decay_steps", config, text)}
 
 
 def fall_of_type(config: Config, text: FlagText) -> dict[str, str]:
@@ -170,18 +171,8 @@ def is_number(text: str) -> bool:
 
 
 FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
-    "train_samples": lambda config, text: {"train.train_steps": steps_of_samples(config, text)},
-    "train_tokens": lambda config, text: {"train.train_steps": steps_of_tokens(config, text)},
-    "lr_decay_samples": lambda config, text: {"optim.decay_steps": steps_of_samples(config, text)},
-    "lr_decay_tokens": lambda config, text: {"optim.decay_steps": steps_of_tokens(config, text)},
-    "lr_warmup_samples": lambda config, text: {"optim.warmup_steps": steps_of_samples(config, text)},
-    "lr_warmup_tokens": lambda config, text: {"optim.warmup_steps": steps_of_tokens(config, text)},
-    "lr_wsd_decay_samples": lambda config, text: {"optim.wsd_decay_steps": steps_of_samples(config, text)},
-    "lr_warmup_fraction": lambda config, text: {"optim.warmup_steps": steps_of_fraction(config, text)},
-    "lr_decay_ratio": lambda config, text: {
-        "optim.schedule": "wsd",
-        "optim.wsd_decay_steps": steps_of_fraction(config, text),
-    },
+    **{name: partial(in_steps, *how) for name, how in IN_STEPS.items()},
+    "lr_decay_ratio": fall_of_ratio,
     "lr_decay_type": fall_of_type,
     "min_lr_factor": least_rate,
     "layers_per_virtual_stage": virtual_stages,

@@ -94,7 +94,6 @@ class Script:
         return len(texts) == 3 and texts[1] in COMPARED and COMPARED[texts[1]](texts[0], texts[2])
 
     def _run(self, words: list[str]) -> None:
-        """Keep what a statement assigns, and the commands that it runs."""
         command: list[str] = []
         for word in [*words, ";"]:
             if word in SEPARATORS:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
@@ -18,16 +17,6 @@ SWITCHED = ("true", "false")
 def translated(flag: str, value: str | None, following: Sequence[str]) -> Taken | None:
     """Return what another program's flag is here; None if no table has it."""
     return Translator().take(flag, value, following)
-
-
-@dataclass
-class Gathered:
-    """What is gathered of one flag, or of the keys of one file."""
-
-    words: list[str] = field(default_factory=list)
-    settings: dict[str, FlagText] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-    options: list[str] = field(default_factory=list)
 
 
 class Translator:
@@ -48,63 +37,60 @@ class Translator:
         num_values = len(values) - (value is not None)
         if entry.meaning(values).kind == "no" and entry.metavar:
             num_values = max(num_values, len(list(open_values(following))))
-        gathered = Gathered()
+        taken = Taken(num_values)
         is_switch = not entry.metavar and not entry.is_family
         if is_switch and values and values[0].lower() not in SWITCHED:
-            gathered.faults.append(f"{flag} {values[0]}: it is a switch, without a value")
-            return Taken(num_values, faults=gathered.faults)
+            taken.faults.append(f"{flag} {values[0]}: it is a switch, without a value")
+            return taken
         if is_switch and values:
             is_negated = is_negated != (values.pop().lower() == "false")
         if entry.metavar and not values and not entry.metavar.endswith("?"):
-            gathered.faults.append(f"{flag}: {NEEDS_VALUE}")
+            taken.faults.append(f"{flag}: {NEEDS_VALUE}")
         else:
-            self._add(gathered, flag, entry, values, is_negated=is_negated)
-        return Taken(num_values, gathered.words, gathered.settings, gathered.faults, gathered.options)
+            self._add(taken, flag, entry, values, is_negated=is_negated)
+        return taken
 
-    def _add(self, gathered: Gathered, flag: str, entry: Entry, values: Sequence[str], *, is_negated: bool) -> None:
-        """Add what a flag is with these values."""
+    def _add(self, taken: Taken, flag: str, entry: Entry, values: Sequence[str], *, is_negated: bool) -> None:
         meaning = entry.meaning(values)
-        shown = with_value(flag, entry, values)
         if is_negated:
-            self._add_negated(gathered, flag, meaning)
+            self._add_negated(taken, flag, meaning)
         elif meaning.kind == "reads":
-            self._add_file(gathered, flag, values)
+            self._add_file(taken, flag, values)
         else:
-            self._add_meaning(gathered, shown, meaning, values, flag)
+            self._add_meaning(taken, with_value(flag, entry, values), meaning, values, flag)
 
-    def _add_meaning(self, gathered: Gathered, shown: str, meaning: Meaning, values: Sequence[str], flag: str) -> None:
+    def _add_meaning(self, taken: Taken, shown: str, meaning: Meaning, values: Sequence[str], flag: str) -> None:
         if meaning.kind == "no":
-            gathered.faults.append(f"{shown}: {meaning.text}")
+            taken.faults.append(f"{shown}: {meaning.text}")
         elif meaning.kind == "so":
             self.left.append((shown, meaning.text))
         elif meaning.kind == "by":
-            gathered.settings[MARK + meaning.text] = FlagText(values[0] if values else "", flag, tuple(values[1:]))
+            taken.settings[MARK + meaning.text] = FlagText(values[0] if values else "", flag, tuple(values[1:]))
         else:
             try:
                 pairs = meaning.assignments(values)
             except ValueError as error:
-                gathered.faults.append(f"{shown}: {error}")
+                taken.faults.append(f"{shown}: {error}")
                 return
-            gathered.words += [f"--{option.replace('_', '-')}={text}" for option, text in pairs]
-            gathered.options += [option for option, _ in pairs]
+            taken.words += [f"--{option.replace('_', '-')}={text}" for option, text in pairs]
+            taken.options += [option for option, _ in pairs]
 
-    def _add_negated(self, gathered: Gathered, flag: str, meaning: Meaning) -> None:
-        """Add what a switch is that is turned off."""
+    def _add_negated(self, taken: Taken, flag: str, meaning: Meaning) -> None:
         if meaning.kind == "no":
             self.left.append((flag, meaning.text))
             return
         pairs = meaning.assignments([]) if meaning.kind == "sets" else []
         if not pairs or not all(text in OPPOSITES for _, text in pairs):
             said = ", ".join(f"{option} = {text}" for option, text in pairs) or meaning.text
-            gathered.faults.append(f"{flag}: without it, it is so all the same: {said}")
+            taken.faults.append(f"{flag}: without it, it is so all the same: {said}")
             return
-        gathered.words += [f"--{option.replace('_', '-')}={OPPOSITES[text]}" for option, text in pairs]
-        gathered.options += [option for option, _ in pairs]
+        taken.words += [f"--{option.replace('_', '-')}={OPPOSITES[text]}" for option, text in pairs]
+        taken.options += [option for option, _ in pairs]
 
-    def _add_file(self, gathered: Gathered, flag: str, values: Sequence[str]) -> None:
+    def _add_file(self, taken: Taken, flag: str, values: Sequence[str]) -> None:
         """Add what the keys of a file of DeepSpeed are; DeepSpeed itself is answered where no file is named."""
         if not values:
-            gathered.faults.append(f"{flag}: {NO_DEEPSPEED}")
+            taken.faults.append(f"{flag}: {NO_DEEPSPEED}")
             return
         path = values[0]
         try:
@@ -112,17 +98,17 @@ class Translator:
                 tables = json.load(file)
         except (OSError, ValueError) as error:
             cause = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
-            gathered.faults.append(f"{flag}: cannot read {path}: {cause}; {NO_DEEPSPEED}")
+            taken.faults.append(f"{flag}: cannot read {path}: {cause}; {NO_DEEPSPEED}")
             return
         if not isinstance(tables, Mapping):
-            gathered.faults.append(f"{flag}: {path} has no keys; {NO_DEEPSPEED}")
+            taken.faults.append(f"{flag}: {path} has no keys; {NO_DEEPSPEED}")
             return
         for key, said in keys_of(tables):
             entry, name = key_of(key), f"{path}: {key}"
             if entry is None:
-                gathered.faults.append(f"{name}: this key is not known")
+                taken.faults.append(f"{name}: this key is not known")
             else:
-                self._add_meaning(gathered, with_value(name, entry, said), entry.meaning(said), said, name)
+                self._add_meaning(taken, with_value(name, entry, said), entry.meaning(said), said, name)
 
 
 def with_value(name: str, entry: Entry, values: Sequence[str]) -> str:
