@@ -4,13 +4,13 @@ from trainer.engine import Engine as Engine
 from trainer.job.ranks import Ranks as Ranks
 from trainer.mesh.mesh import ProcessMesh as ProcessMesh
 from trainer.model.microbatch import Batch as Batch
-from trainer.pipeline.costs import costs as costs
 from trainer.pipeline.draw import draw as draw
-from trainer.pipeline.gpipe import gpipe as gpipe
-from trainer.pipeline.one_f_one_b import one_f_one_b as one_f_one_b
 from trainer.pipeline.passes import with_transfers as with_transfers
+from trainer.pipeline.schedules import gpipe as gpipe
+from trainer.pipeline.schedules import one_f_one_b as one_f_one_b
+from trainer.pipeline.schedules import zb_h1 as zb_h1
+from trainer.pipeline.simulate import costs as costs
 from trainer.pipeline.simulate import simulate as simulate
-from trainer.pipeline.zb_h1 import zb_h1 as zb_h1
 from trainer.run.evaluate import evaluate_checkpoint as evaluate_checkpoint
 from trainer.run.generate import generate_text as generate_text
 from trainer.run.inference import TrainedModel as TrainedModel

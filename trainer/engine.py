@@ -23,8 +23,9 @@ from trainer.parallel.places import share_of
 from trainer.pipeline.actions import Action, most_sends
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
+from trainer.store.bucket import StoreOptions
 from trainer.store.lr import learning_rate
-from trainer.store.store import ParameterStore, StoreOptions
+from trainer.store.store import ParameterStore
 from trainer.verdict import PendingStats, StepStats, Verdict
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -151,7 +152,6 @@ class Engine:
         return sum(losses, torch.zeros((), dtype=torch.float64, device=self.mesh.device))
 
     def _link_of(self, transfer: Action) -> Group:
-        """Return the group that a transfer takes."""
         to_next = {"SF": self.mesh.activations.following, "RF": self.mesh.activations.previous,
                    "SB": self.mesh.gradients.previous, "RB": self.mesh.gradients.following}  # fmt: skip
         link = to_next[transfer.kind]

@@ -21,8 +21,7 @@ from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
 from trainer.ops.cross_entropy import VocabularyPart
 from trainer.ops.dtypes import wide_dtype
-from trainer.parallel.cross_entropy import vocab_cross_entropy
-from trainer.parallel.linear_cross_entropy import linear_cross_entropy, tokens_at_once
+from trainer.parallel.cross_entropy import linear_cross_entropy, tokens_at_once, vocab_cross_entropy
 
 
 def main() -> None:

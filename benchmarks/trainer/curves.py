@@ -29,8 +29,8 @@ from trainer.config.walk import config_from, read_toml
 from trainer.data import StepReader, open_blend, open_loader
 from trainer.mesh.mesh import mesh_of
 from trainer.model.table import parameter_table
-from trainer.store.initial import initial_values
 from trainer.store.lr import learning_rate
+from trainer.store.parameter import initial_values
 
 SHAPES = {"1b": 4, "350m": 16}  # samples a step, in one micro-batch
 SHOWN = (1, 10, 50, 100, 150, 200)  # steps

@@ -10,10 +10,9 @@ from tests.trainer.mesh.test_mesh import CPU
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from tests.trainer.support.threads import Deadlock, run_threads
 from trainer.config import Config
-from trainer.mesh.group import Network
+from trainer.mesh.group import Network, Recorder
 from trainer.mesh.layout import GROUPS
 from trainer.mesh.mesh import ProcessMesh
-from trainer.mesh.recorder import Recorder
 
 
 def mesh_of(rank: int, layout: ParallelLayout, network: Network) -> ProcessMesh:

@@ -5,6 +5,7 @@ which refuses what would be another stream.
 """
 
 import dataclasses
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -98,10 +99,7 @@ def kept_samples(before: Config, now: Config) -> list[str]:
 
 def value_of(config: Config, name: str) -> Any:
     """Return the value of a setting by its dotted name."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(name)(config)
 
 
 def shown(value: Any) -> str:

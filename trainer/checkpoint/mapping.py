@@ -1,16 +1,14 @@
 """Which tensors a checkpoint has, and which part of each is where in this rank's store."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
 from ckptkit import Piece, TensorInfo
 from trainer.ops.dtypes import wide_dtype
-from trainer.store.bucket import Bucket
 from trainer.store.optimizers import OPTIMIZERS, states_of
 from trainer.store.parameter import Parameter
-from trainer.store.plan import Segment
 from trainer.store.store import ParameterStore
 
 # dtypes of the arithmetic's state; moments may be of bf16
@@ -44,13 +42,7 @@ def tensor_table(
 
 def saved_pieces(store: ParameterStore) -> list[Piece]:
     """Return what this rank saves, as views of the live state: each element is saved by the rank that owns it."""
-    master = _master_prefix(store.options.dtype)
-    return [
-        piece
-        for bucket in store.buckets
-        for segment in bucket.owned_segments
-        for piece in _pieces(store, bucket, segment, master, of_owned=True)
-    ]
+    return list(_pieces(store, _master_prefix(store.options.dtype), of_owned=True))
 
 
 def restored_pieces(
@@ -61,36 +53,25 @@ def restored_pieces(
     A parameter comes from `<name>` or, if the checkpoint has none, from its fp32 master. Publish the store afterwards.
     """
     from_master = "embed.weight" not in stored and MASTER + "embed.weight" in stored
-    return [
-        piece
-        for bucket in store.buckets
-        for segment in bucket.updated_segments
-        for piece in _pieces(store, bucket, segment, MASTER if from_master else "", with_moments=with_moments)
-    ]
+    return list(_pieces(store, MASTER if from_master else "", with_moments=with_moments))
 
 
 def _pieces(
-    store: ParameterStore,
-    bucket: Bucket,
-    segment: Segment,
-    master: str,
-    *,
-    of_owned: bool = False,
-    with_moments: bool = True,
-) -> list[Piece]:
-    row, mesh = store.table[segment.name], store.mesh
-    box = row.placement.local_box(segment.name, row.shape, mesh.layout, mesh.coords)
-    stop = min(segment.stop, box.numel)  # vocabulary padding is behind the box's rows
-    if segment.start >= stop:
-        return []
-    offset = segment.offset + (bucket.owned[0] - bucket.updated[0] if of_owned else 0)
-    states = [(master, bucket.master)]
-    if with_moments and store.options.with_optimizer:
-        states += [(_prefix(name), state) for name, state in bucket.states.items()]
-    return [
-        Piece(prefix + segment.name, box, segment.start, stop, state[offset : offset + stop - segment.start])
-        for prefix, state in states
-    ]
+    store: ParameterStore, master: str, *, of_owned: bool = False, with_moments: bool = True
+) -> Iterator[Piece]:
+    mesh = store.mesh
+    for bucket in store.buckets:
+        states = [(master, bucket.master)]
+        if with_moments and store.options.with_optimizer:
+            states += [(_prefix(name), state) for name, state in bucket.states.items()]
+        shift = bucket.owned[0] - bucket.updated[0] if of_owned else 0
+        for segment in bucket.owned_segments if of_owned else bucket.updated_segments:
+            row, first = store.table[segment.name], segment.offset + shift
+            box = row.placement.local_box(segment.name, row.shape, mesh.layout, mesh.coords)
+            stop = min(segment.stop, box.numel)  # vocabulary padding is behind the box's rows
+            for prefix, state in states if segment.start < stop else ():
+                part = state[first : first + stop - segment.start]
+                yield Piece(prefix + segment.name, box, segment.start, stop, part)
 
 
 def _prefix(state: str) -> str:

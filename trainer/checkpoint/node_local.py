@@ -4,13 +4,15 @@ A step counts when every node has its files of one attempt, for its present rank
 disk, or in the replica that its peer keeps.
 """
 
+import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 
-from ckptkit import NodePlaces, Root, Tiers
-from threefold.errors import CheckFailed
+from ckptkit import NodePlaces, Root, Tiers, nodes_here
+from threefold.errors import CheckFailed, UserError
 from trainer.checkpoint.load import restore_step
 from trainer.config import Config
-from trainer.config.resolve import layout_of
+from trainer.config.resolve import layout_of, shared_urls, tiers_of
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 
@@ -30,7 +32,7 @@ class NodeLocalSteps:
         self.url = ""
         self._places: NodePlaces | None = None
         self.steps: dict[int, str] = {}
-        self.shared_urls = {tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node} if tiers else set()
+        self.shared_urls = shared_urls(tiers)
         if tiers is None or tiers.node is None:
             return
         self.url = tiers.first.url
@@ -81,3 +83,23 @@ def agreed_steps(held: Sequence[Mapping[int, str]]) -> dict[int, str]:
     """Return, newest first, the steps that each of several nodes holds of one attempt, and that attempt."""
     common = set.intersection(*(set(steps.items()) for steps in held)) if held else set()
     return dict(sorted(common, reverse=True))
+
+
+def tiers_here(ranks: Ranks, config: Config) -> Tiers | None:
+    """Return where the run saves to, None for nowhere; each node's own tier as this rank's node. All ranks call it."""
+    tiers = ranks.on_all(lambda: tiers_of(config))
+    if tiers is None or not tiers.first.of_node:
+        return tiers
+    ranks.on_all(lambda: _check_groups(config))
+    nodes = ranks.on_all(lambda: nodes_here(ranks.exchange))
+    return dataclasses.replace(tiers, node=nodes[ranks.rank])
+
+
+def _check_groups(config: Config) -> None:
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_local % config.parallel.tp:
+        raise UserError(
+            f"a first tier of each node's own needs tensor-parallel groups within a node: {num_local} ranks are on "
+            f"this one, tp is {config.parallel.tp}",
+            hint="choose --tp so that it divides the ranks of a node",
+        )

@@ -60,7 +60,6 @@ class Progress:
         }
 
     def _longest_row(self, config: Config) -> int:
-        """Return how many tokens the longest rows have that were read so far."""
         num_samples = int(self.cursor["num_samples"]) if self.cursor else 0
         segments = StreamRecord.from_json(self.stream).segments if self.stream else ()
         later = [each.seq_length or 0 for each in segments if each.from_sample < num_samples]

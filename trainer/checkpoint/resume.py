@@ -6,23 +6,23 @@ ranks fall back to the same step of a slower tier, or to the same older one; a c
 never skipped.
 """
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ckptkit import Candidate, Exchange, Root, Run, Tiers, first_sound, identified, open_source, set_aside
 from threefold.errors import CheckFailed, UserError, quoted
 from trainer.checkpoint.changes import changes_of_model, changes_of_run, recorded_config
-from trainer.checkpoint.cool_down import require_step, with_cool_down
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation
 from trainer.checkpoint.rewind import rewind, rewind_target
 from trainer.config import Config
-from trainer.config.resolve import settled
+from trainer.config.resolve import settled, shared_urls
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
+from trainer.store.lr import learning_rate
 
 
 def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) -> Resumed:
@@ -64,7 +64,7 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
     newest = ranks.broadcast(
         ranks.on_all(lambda: newest_of_tiers(tiers, own.steps, root.step) if ranks.rank == 0 else {})
     )
-    return dataclasses.replace(read, config=config, newest=newest)
+    return replace(read, config=config, newest=newest)
 
 
 def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
@@ -72,9 +72,8 @@ def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int],
 
     The first rank looks for the next as it is taken, with its attempt if it is of the run; others hear of it.
     """
-    shared = {tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node} if tiers else set()
     found = candidates(tiers, of_nodes, load=load) if ranks.rank == 0 else iter(())
-    found = (identified(each) if each.url in shared else each for each in found)
+    found = (identified(each) if each.url in shared_urls(tiers) else each for each in found)
     while candidate := ranks.broadcast(ranks.on_all(lambda: next(found, None))):
         yield Candidate(*candidate)
 
@@ -200,3 +199,29 @@ def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resu
         return Resumed(progress, config, float(metadata["loss"]), url, is_own, ops=ops)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
+
+
+def with_cool_down(config: Config, before: Config, step: int) -> Config:
+    """Return the settled configuration of a run that goes on from a step with its cool-down, asked for now or before.
+
+    The rate falls to min_lr from where the step before would have gone on. For example `--cool-down 100` from step 500
+    ends at step 600. Its beginning is recorded: a later start with as many steps, or none named, goes on with that.
+    """
+    asked, was = config.optim, before.optim
+    is_going_on = asked.cool_down_steps in (0, was.cool_down_steps) and asked.cool_down_from in (0, was.cool_down_from)
+    if was.cool_down_steps > 0 and is_going_on:
+        steps, first, rate = was.cool_down_steps, was.cool_down_from, was.cool_down_lr
+    elif asked.cool_down_steps > 0:
+        steps, first = asked.cool_down_steps, asked.cool_down_from or step
+        rate = asked.cool_down_lr or learning_rate(was, first)
+    else:
+        return replace(config, optim=replace(asked, cool_down_steps=0))
+    optim = replace(asked, cool_down_steps=steps, cool_down_from=first, cool_down_lr=rate)
+    return replace(config, optim=optim, train=replace(config.train, train_steps=first + steps))
+
+
+def require_step(config: Config, what: str) -> None:
+    """Raise UserError if a start without a saved state asks for a cool-down."""
+    if config.optim.cool_down_steps > 0:
+        hint = f"--load RUN/step-000000100 --cool-down {config.optim.cool_down_steps}"
+        raise UserError(f"a cool-down begins from a saved step: {what}", hint=hint)

@@ -50,15 +50,13 @@ class Saver:
         may_overlap = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
         self._overlaps = may_overlap and config.optim.master == "wide"
         # views of memory that the run keeps: made once, so that a save compares no structure again
-        self._pieces, self._tensors = (
-            saved_pieces(engine.store),
-            tensor_table(engine.table, engine.dtype, engine.moments),
-        )
+        self._pieces = saved_pieces(engine.store)
+        self._tensors = tensor_table(engine.table, engine.dtype, engine.moments)
         self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
-        self._leads = ranks.rank == (tiers.node.first_writer if tiers and tiers.node else 0)
-        self._run = Run(tiers.own_urls[0]) if tiers is not None else None
         node = tiers.node if tiers is not None else None
-        self._places = NodePlaces(tiers.own_urls, node, ranks.rank) if tiers is not None and node is not None else None
+        self._leads = ranks.rank == (node.first_writer if node else 0)
+        self._run = Run(tiers.own_urls[0]) if tiers is not None else None
+        self._places = NodePlaces(tiers.own_urls, node, ranks.rank) if tiers and node else None
         if tiers is not None:
             self._checkpointer = Checkpointer(
                 tiers.own_urls[0],
@@ -246,7 +244,6 @@ class Saver:
                 log(f"warning: {where}the save of step {report.step} failed: {report.error}")
 
     def _log_save(self, report: SaveReport, how: str) -> None:
-        """Write one event, with how many saves of this start ended how."""
         self._counts[how] += 1
         texts = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
         self._log.event(

@@ -11,7 +11,7 @@ from threefold.options import FlagText, argument, option
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.pipeline.actions import Schedule
-    from trainer.pipeline.costs import Cost
+    from trainer.pipeline.simulate import Cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def config_of(options: Options) -> "Config | None":
 
 def cost_of(options: Options, config: "Config | None", schedule: "Schedule") -> "Cost":
     """Return the times of actions that the flags, the run's arithmetic or a measurement say."""
-    from trainer.pipeline.costs import costs, measured_costs
+    from trainer.pipeline.simulate import costs, measured_costs
 
     if options.measure:
         return measured_costs(schedule, measure(config), transfer=options.transfer)

@@ -1,12 +1,39 @@
-"""A run's settings: frozen dataclasses, one a table of its TOML file. Nothing of the tables imports torch."""
+"""A run's settings: frozen dataclasses, one a table of its TOML file, which `trainer.config.walk` fills.
 
+Every field carries its help, its range and its short flags: the command line, the checks and the errors are made
+from them. Nothing of the tables imports torch: `trainer --help` reads these files.
+"""
+
+from dataclasses import dataclass, field
+
+from threefold.options import option
 from trainer.config.checkpoint import CheckpointConfig as CheckpointConfig
 from trainer.config.data import DataConfig as DataConfig
 from trainer.config.data import ValidConfig as ValidConfig
-from trainer.config.log import LogConfig as LogConfig
 from trainer.config.model import ModelConfig as ModelConfig
 from trainer.config.ops import OpsConfig as OpsConfig
 from trainer.config.optim import OptimConfig as OptimConfig
 from trainer.config.parallel import ParallelConfig as ParallelConfig
-from trainer.config.tables import Config as Config
 from trainer.config.train import TrainConfig as TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """`[log]`: what the run reports."""
+
+    metrics: str = option("", "file that gets one JSON line a step", flags=["--metrics"])
+    interval: int = option(1, "steps between two lines on the console", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All tables of one run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    ops: OpsConfig = option(OpsConfig, "the forms that ran are recorded, and compared themselves", keeps_bits=True)
+    checkpoint: CheckpointConfig = option(CheckpointConfig, "where and when state is saved", keeps_bits=True)
+    log: LogConfig = option(LogConfig, "what is reported", keeps_bits=True)

@@ -19,9 +19,8 @@ from ckptkit import Alone, Exchange, outcomes
 from ckptkit.torch import GroupExchange
 from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
-from trainer.job.board import Board
 from trainer.job.failure import record
-from trainer.job.rendezvous import MOST_NAMED, Rendezvous
+from trainer.job.rendezvous import MOST_NAMED, Board, Rendezvous
 from trainer.job.whereabouts import Whereabouts
 
 T = TypeVar("T")

@@ -8,20 +8,50 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from threefold.errors import StorageError, UserError
-from trainer.job.board import Board, Store
 
 RESOLVE_WITHIN_S = 60.0  # a new node's name may be known only after a while
 ANSWERS_WITHIN_S = 2.0  # beyond the time that torch has
 ALL_HERE, NUM_HERE = "all are here", "ranks here"
 MOST_NAMED = 8
+
+
+class Store(Protocol):
+    """What a job needs of torch's store."""
+
+    def set(self, key: str, value: str) -> object: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+
+
+class Board:
+    """Notes by key; one that cannot be left or read is as if it were not there. Any thread may use it."""
+
+    def __init__(self, store: Store | None) -> None:
+        """Use the store of a job; a process alone has none, and nobody to leave notes for."""
+        self._store = store
+
+    def post(self, key: str, text: str) -> None:
+        """Leave a note, in place of one under the same key."""
+        with suppress(RuntimeError):  # the process that has the store is gone
+            if self._store is not None:
+                self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """Return a note that is there; does not wait for one."""
+        with suppress(RuntimeError):
+            if self._store is not None and self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +87,16 @@ class Rendezvous:
     def join(self, backend: str) -> Board:
         """Join the process group of all ranks; return the job's board. StorageError if that fails or takes too long."""
         timeout = timedelta(seconds=self.timeout_s)
-        self._resolve()
-        if not self._is_host:
-            self._reach()
+        if unknown := last_error(self._look_up, min(RESOLVE_WITHIN_S, self.timeout_s), pause_s=0.5):
+            hint = f"getent hosts {self.host}; MASTER_ADDR is the host of rank 0, or its address"
+            self._raise(f"MASTER_ADDR {self.host} has no address: {unknown.strerror}", hint, unknown)
+        # torch would print the frames of each try to connect that fails
+        if not self._is_host and (silent := last_error(self._connect, self.timeout_s, pause_s=0.05)):
+            self._raise(
+                f"nobody answers at {self.address} within {self.timeout_s:g} s: {silent.strerror or silent}",
+                f"is rank 0 there, and its port open to this host? nc -vz {self.host} {self.port}",
+                silent,
+            )
         try:
             store = opened_within(
                 lambda: TCPStore(
@@ -89,41 +126,13 @@ class Rendezvous:
     def _is_host(self) -> bool:
         return self.rank == 0 and not self.is_hosted
 
-    def _resolve(self) -> None:
-        """Wait until the name has an address."""
-        deadline = time.monotonic() + min(RESOLVE_WITHIN_S, self.timeout_s)
-        while True:
-            try:
-                socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-                return
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    self._raise(
-                        f"MASTER_ADDR {self.host} has no address: {error.strerror}",
-                        f"getent hosts {self.host}; MASTER_ADDR is the host of rank 0, or its address",
-                        error,
-                    )
-                time.sleep(0.5)
+    def _look_up(self, _left_s: float) -> None:
+        socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
 
-    def _reach(self) -> None:
-        """Wait until somebody listens at the address: torch would print the frames of each try that fails."""
-        deadline, pause_s = time.monotonic() + self.timeout_s, 0.05
-        while True:
-            try:
-                socket.create_connection((self.host, self.port), timeout=max(deadline - time.monotonic(), 0.1)).close()
-                return
-            except OSError as error:
-                if time.monotonic() + pause_s >= deadline:
-                    self._raise(
-                        f"nobody answers at {self.address} within {self.timeout_s:g} s: {error.strerror or error}",
-                        f"is rank 0 there, and its port open to this host? nc -vz {self.host} {self.port}",
-                        error,
-                    )
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 1.0)
+    def _connect(self, left_s: float) -> None:
+        socket.create_connection((self.host, self.port), timeout=max(left_s, 0.1)).close()
 
     def _await_all(self, store: Store) -> None:
-        """Wait until all ranks are there, or name those that are not."""
         try:
             store.set(f"rank {self.rank}", socket.gethostname())
             if store.add(NUM_HERE, 1) == self.world_size:
@@ -149,7 +158,6 @@ class Rendezvous:
             )
 
     def _refuse(self, error: RuntimeError) -> NoReturn:
-        """Raise what is wrong with a store that could not be opened or reached."""
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text:
             self._raise(
@@ -167,6 +175,20 @@ class Rendezvous:
 
     def _raise(self, what: str, hint: str, cause: Exception) -> NoReturn:
         raise StorageError(f"rank {self.rank} of {self.world_size}: {what}", hint=hint) from cause
+
+
+def last_error(action: Callable[[float], None], within_s: float, *, pause_s: float) -> OSError | None:
+    """Repeat an action, which takes the seconds left, until it succeeds; return its error if time is over before."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            action(deadline - time.monotonic())
+            return None
+        except OSError as error:
+            if time.monotonic() + pause_s >= deadline:
+                return error
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
 
 
 def opened_within(open_store: Callable[[], TCPStore], timeout_s: float) -> TCPStore:

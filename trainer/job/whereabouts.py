@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.job.board import Board
+from trainer.job.rendezvous import Board
 
 PERIOD_S, LEAST_PERIOD_S = 10.0, 0.2
 STAGES = ("reads its batch", "trains", "agrees", "evaluates", "saves")  # of a step, in their order

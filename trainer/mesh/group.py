@@ -5,19 +5,38 @@ between processes (trainer/mesh/processes.py), or threads of one process in the 
 transport and its collectives do nothing. Source of the buffers' form: ZeRO (Rajbhandari et al., 2020).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.mesh.clock import Clock
 from trainer.mesh.layout import Axes, Axis
-from trainer.mesh.recorder import Call, Recorder
 
 Op = Literal["sum", "max"]
+
+
+class Call(NamedTuple):
+    """One call of a group: `kind` is the method, `num_bytes` the size of the tensor on this rank."""
+
+    kind: str
+    group: str
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The calls of one rank in order, for tests and estimates of traffic; groups of one rank make none."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Return how often each kind was called on each group."""
+        return Counter((call.kind, call.group) for call in self.calls)
 
 
 class Handle(Protocol):

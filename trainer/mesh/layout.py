@@ -75,7 +75,6 @@ def groups_needed(layout: ParallelLayout, kv_replicas: int = 1) -> dict[str, lis
 
 
 def _ranks_along(axes: Axes, layout: ParallelLayout, kv_replicas: int = 1) -> list[Ranks]:
-    """Return all sets of ranks that differ along `axes` only."""
     found: dict[object, list[int]] = {}
     for rank in range(layout.world_size):
         coords = layout.coords(rank)

@@ -13,10 +13,9 @@ from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of
 from trainer.mesh.clock import Clock
-from trainer.mesh.group import Group, Network
+from trainer.mesh.group import Group, Network, Recorder
 from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed
 from trainer.mesh.processes import Processes
-from trainer.mesh.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,6 @@ class Attention:
         return self.tensor.row_linear(y_SNH.flatten(1), self.out, self.out_bias)
 
     def _heads(self, qkv_SC: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, normalised and turned."""
         norms = self.norms
         if norms and norms[0].bias is not None:  # LayerNorm, which the fused op has not
             parts = self._split(qkv_SC)

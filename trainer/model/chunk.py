@@ -7,15 +7,13 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens
 from trainer.mesh.mesh import ProcessMesh
-from trainer.model.block import Block
+from trainer.model.block import Block, recompute
 from trainer.model.embedding import anchor, embed_tokens, lookup
 from trainer.model.head import Head
 from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
-from trainer.model.recompute import recompute
-from trainer.model.rotary import rotary_frequencies
 from trainer.model.stages import stage_ranges
-from trainer.ops.rope import turns_at
+from trainer.ops.rope import rotary_frequencies, turns_at
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 from trainer.store.unit import Border, Unit

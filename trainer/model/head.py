@@ -7,8 +7,7 @@ from trainer.linear.linear import linear
 from trainer.model.norm import Norm
 from trainer.model.op_choices import OpChoices
 from trainer.ops.cross_entropy import VocabularyPart
-from trainer.parallel.cross_entropy import vocab_cross_entropy
-from trainer.parallel.linear_cross_entropy import linear_cross_entropy, tokens_at_once
+from trainer.parallel.cross_entropy import linear_cross_entropy, tokens_at_once, vocab_cross_entropy
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 from trainer.store.unit import Border, Unit

@@ -8,6 +8,7 @@ al., "Query-Key Normalization for Transformers", 2020.
 """
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
+from trainer.config import ModelConfig
 from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
 from trainer.ops.norm import add_norm_reference
@@ -52,6 +54,26 @@ def rope_turns(positions: Tensor, head_size: int, theta: float, dtype: torch.dty
     """
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64) / head_size
     return turns_at(positions, theta**-exponents, dtype)
+
+
+def rotary_frequencies(model: ModelConfig, *, device: torch.device) -> Tensor:
+    """Return the angle a position of each pair of a head, [H / 2], float64.
+
+    llama3 counts the turns that a frequency makes in the original length. It divides those of few turns by the factor,
+    leaves those of many, and takes a weighted mean in between (Llama 3.1).
+    """
+    size = model.head_size
+    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
+    frequencies = model.rope_theta**-exponents
+    if model.rope_scaling == "none":
+        return frequencies
+    scaled = frequencies / model.rope_factor
+    if model.rope_scaling == "linear":
+        return scaled
+    turns = model.rope_original_length * frequencies / (2 * math.pi)
+    low, high = model.rope_low_factor, model.rope_high_factor
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return share * frequencies + (1 - share) * scaled
 
 
 def turns_at(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from trainer.linear.wgrads import Product, Wgrads, make
+from trainer.linear.weight import Product, Wgrads, make
 from trainer.mesh.group import Group, Work
 from trainer.pipeline.actions import Action
 
@@ -106,7 +106,6 @@ class Executor(Generic[M]):
         return received.grad
 
     def _taken(self, reader: Action) -> Tensor | None:
-        """Take what a pass reads, None if there is nothing; wait if it is on its way."""
         found = self._read_by.pop(reader, None)
         return found.wait() if isinstance(found, Work) else found
 

@@ -6,13 +6,57 @@ With `blocking` a rank also waits at each receive, as a GPU does if something wa
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from threefold.errors import UserError
 from trainer.pipeline.actions import PASSES, Action, Schedule, most_sends, peak_live, stage_ranks
-from trainer.pipeline.costs import Cost, costs
 
 HINT = "trainer schedule --pp 4 --microbatches 8 prints one that runs"
+
+
+Cost = Callable[[Action], float]
+
+
+def costs(
+    schedule: Schedule, *, forward: float = 1.0, backward: float = 2.0, weights: float = 1.0, transfer: float = 0.0,
+    work: Sequence[float] = (),
+) -> Cost:  # fmt: skip
+    """Return the times of a schedule's actions: `transfer`, or a stage's part of the times of an average rank.
+
+    `forward` and `backward` are the times of one micro-batch's passes through all stages of such a rank. `weights` is
+    the part of `backward` that a W takes over. `work` is in proportion to what each stage computes, equal if left out.
+    With 2 stages on each of 2 ranks a forward pass of one takes 0.5; of work 1, 1, 1, 2 the last takes 0.8.
+    """
+    stages = {action.stage for row in schedule for action in row}
+    times = {"F": forward, "B": backward - weights * _has_w(schedule), "W": weights}
+    work = work or [1] * len(stages)
+
+    def cost(action: Action) -> float:
+        if action.kind not in PASSES:
+            return transfer
+        return times[action.kind] * (len(schedule) * work[action.stage]) / sum(work)
+
+    return cost
+
+
+def measured_costs(schedule: Schedule, times: Mapping[tuple[str, int], float], *, transfer: float = 0.0) -> Cost:
+    """Return the same out of times of F, B and W by kind and stage; a unit is an average rank's forward pass."""
+    has_w = _has_w(schedule)
+    unit = sum(time for (kind, _), time in times.items() if kind == "F") / len(schedule)
+
+    def cost(action: Action) -> float:
+        kind, stage, _ = action
+        if kind not in PASSES:
+            return transfer
+        own = times[kind, stage] + (0.0 if has_w or kind != "B" else times["W", stage])
+        return own / unit
+
+    return cost
+
+
+def _has_w(schedule: Schedule) -> bool:
+    return any(action.kind == "W" for row in schedule for action in row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +160,6 @@ class _Simulation:
 
     @property
     def is_running(self) -> bool:
-        """Return whether some rank is not at the end of its row."""
         return any(place < len(row) for place, row in zip(self.places, self.schedule, strict=True))
 
     def advance(self, rank: int) -> bool:
@@ -135,7 +178,6 @@ class _Simulation:
         return self.places[rank] > start
 
     def needs(self, action: Action) -> list[Action]:
-        """Return the actions that must end before one starts."""
         kind, stage, m = action
         rank = self.ranks[stage]
         received = self.schedule[rank][: self.places[rank]][-1:] if self.blocking else []
@@ -160,7 +202,6 @@ class _Simulation:
         return next((need for need in self.needs(action) if need not in self.spans), None)
 
     def link_of(self, action: Action) -> _Link:
-        """Return the link that a transfer takes."""
         kind, stage, _ = action
         here, other = self.ranks[stage], stage + (1 if kind in ("SF", "RB") else -1)
         if other not in self.ranks:
@@ -182,7 +223,6 @@ class _Simulation:
             link.ends.append(start + self.cost(sent))
 
     def waits(self) -> str:
-        """Return which action each rank waits at, and for what."""
         texts = []
         for rank, row in enumerate(self.schedule):
             if self.places[rank] < len(row):

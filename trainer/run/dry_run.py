@@ -4,7 +4,7 @@ Parameters, gradients and optimizer state follow from the parameter table; paddi
 allocates. Activations are an estimate: what the layers keep for the backward pass of the micro-batches in flight.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -21,10 +21,9 @@ from trainer.model.stages import stage_flops, stage_ranges
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import peak_live
-from trainer.pipeline.costs import costs
 from trainer.pipeline.passes import with_transfers
 from trainer.pipeline.schedules import SCHEDULES, rank_actions
-from trainer.pipeline.simulate import simulate
+from trainer.pipeline.simulate import costs, simulate
 from trainer.run.banner import banner
 from trainer.store.optimizers import OPTIMIZERS
 
@@ -41,16 +40,11 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Return the bytes in all."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations (estimated)": self.activations,
-        }
-        return f"{size_text(self.total)} = " + " + ".join(f"{size_text(size)} {name}" for name, size in parts.items())
+        parts = " + ".join(f"{size_text(size)} {name}" for name, size in asdict(self).items())
+        return f"{size_text(self.total)} = {parts} (estimated)"
 
 
 def print_plan(config: Config) -> int:

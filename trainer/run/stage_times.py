@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from ckptkit import Coords
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, layout_of, longest_row
 from trainer.engine import Engine
-from trainer.linear.wgrads import make
+from trainer.linear.weight import make
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
 from trainer.model.microbatch import DropoutKey, MicroBatch
@@ -33,13 +32,9 @@ class Nobody:
         """Return what carries nothing."""
         return self
 
-    def all_reduce(self, tensor: Tensor, op: str, *, is_async: bool) -> None: ...
-    def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> None: ...
-    def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> None: ...
-    def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> None: ...
-    def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> None: ...
-    def send(self, tensor: Tensor, to: int) -> None: ...
-    def receive(self, tensor: Tensor, source: int) -> None: ...
+    def _carry(self, *_arguments: object, **_options: object) -> None: ...
+
+    all_reduce = broadcast = reduce_scatter = all_gather = all_to_all = send = receive = _carry
 
 
 def stage_times(config: Config, device: torch.device) -> dict[tuple[str, int], float]:

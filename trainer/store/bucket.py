@@ -4,6 +4,7 @@ Its gradients are summed over the holders once the units that use it have ended 
 rest of the backward. Its parameters are gathered beside what follows; a unit waits for them before it reads them.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,25 @@ from trainer.ops import split
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.optimizers import OPTIMIZERS
 from trainer.store.plan import BucketPlan, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How a store keeps its state: `sharded` cuts the optimizer state over the holders, `splits_master` keeps no fp32.
+
+    `summed` is the dtype in which gradients travel to their owners, who add in the wide one.
+    `overlaps_reduce` sums gradients beside the backward, `overlaps_gather` updates and gathers beside what follows.
+    """
+
+    dtype: torch.dtype
+    moments: torch.dtype
+    summed: torch.dtype
+    bucket_bytes: int
+    sharded: bool
+    with_optimizer: bool
+    splits_master: bool
+    overlaps_reduce: bool
+    overlaps_gather: bool
 
 
 class Bucket:
@@ -31,36 +51,25 @@ class Bucket:
     gradients, which are not in use between two steps: `join_masters` puts the masters there.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: Group,
-        *,
-        sharded: bool,
-        moments: torch.dtype,
-        with_optimizer: bool,
-        splits_master: bool,
-    ) -> None:
-        self.plan, self.group, self.sharded = plan, group, sharded
-        size, wide = plan.size(group.size), wide_dtype(dtype)
+    def __init__(self, plan: BucketPlan, options: StoreOptions, device: torch.device, group: Group) -> None:
+        self.plan, self.options, self.group = plan, options, group
+        size, wide = plan.size(group.size), wide_dtype(options.dtype)
         self.owned = plan.interval(group.size, group.index)
-        self.updated = self.owned if sharded else (0, size)
-        self.parameters = torch.zeros(size, dtype=dtype, device=device)
-        self.gradients = torch.zeros(size if with_optimizer else 0, dtype=wide, device=device)
+        self.updated = self.owned if options.sharded else (0, size)
+        self.parameters = torch.zeros(size, dtype=options.dtype, device=device)
+        self.gradients = torch.zeros(size if options.with_optimizer else 0, dtype=wide, device=device)
         self._weights = self.parameters[slice(*self.updated)]
         self.low: Tensor | None = None
-        if not with_optimizer or dtype == wide:
+        if not options.with_optimizer or options.dtype == wide:
             self.master = self._weights
-        elif splits_master:
+        elif options.splits_master:
             self.master = self.gradients[slice(*self.updated)]
             self.low = torch.zeros_like(self._weights, dtype=split.LOW)
         else:
             self.master = torch.zeros_like(self._weights, dtype=wide)
         self.optimizer = OPTIMIZERS[plan.optimizer]
-        like = self.master if with_optimizer else self.master[:0]
-        self.states = {name: torch.zeros_like(like, dtype=moments) for name in self.optimizer.states}
+        like = self.master if options.with_optimizer else self.master[:0]
+        self.states = {name: torch.zeros_like(like, dtype=options.moments) for name in self.optimizer.states}
         self.weights, self.users, self._ended = list[Weight](), set[str](), set[str]()
         self.access = Access(reads=False, adds=False)
         self._reducing: Work | None = None
@@ -101,13 +110,13 @@ class Bucket:
         """Return whether the sum of the gradients over the holders has begun."""
         return self._reducing is not None
 
-    def start_reduce(self, dtype: torch.dtype) -> None:
-        """Begin to sum the gradients over the holders; where `dtype` is not theirs they are rounded to it to travel."""
+    def start_reduce(self) -> None:
+        """Begin to sum the gradients over the holders, rounded to travel if `summed` is not their dtype."""
         for weight in self.weights:
             weight.finish_step()
-        if dtype != self.gradients.dtype and self.group.size > 1:
-            self._reducing = self.group.start_exchange(self.gradients.to(dtype))
-        elif self.sharded:
+        if self.options.summed != self.gradients.dtype and self.group.size > 1:
+            self._reducing = self.group.start_exchange(self.gradients.to(self.options.summed))
+        elif self.options.sharded:
             self._reducing = self.group.start("reduce_scatter", self.gradients)
         else:
             self._reducing = self.group.start("all_reduce", self.gradients, "sum")
@@ -151,7 +160,7 @@ class Bucket:
         if self.parameters.is_cuda:  # they may have been written on another stream
             self._is_written = torch.cuda.Event()
             self._is_written.record()
-        if self.sharded:
+        if self.options.sharded:
             self._gathering = self.group.start("all_gather", self.parameters)
 
     def arrive(self) -> None:

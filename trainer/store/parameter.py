@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from ckptkit import Coords, ParallelLayout, Placement
+from trainer.ops.philox import normal_
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +36,23 @@ class Parameter:
             return True
         parts = [self.placement.parts(layout, replace(coords, tp=tp)) for tp in range(coords.tp + 1)]
         return parts.index(parts[-1]) == coords.tp
+
+
+def initial_values(
+    name: str,
+    row: Parameter,
+    shape: tuple[int, ...],
+    layout: ParallelLayout,
+    coords: Coords,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return a rank's part of a parameter in its live shape; vocabulary padding is zero."""
+    if row.std is None:
+        return torch.ones(shape, dtype=dtype, device=device)
+    whole = torch.zeros(shape, dtype=dtype, device=device)
+    if row.std:
+        box = row.placement.local_box(name, row.shape, layout, coords)
+        normal_(whole[tuple(slice(0, size) for size in box.shape)], seed, name, row.shape, box.offset, row.std)
+    return whole

@@ -8,42 +8,21 @@ checkpoint.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trainer.config import OptimConfig
-from trainer.linear.weight import Weight
-from trainer.linear.wgrads import Wgrads
+from trainer.linear.weight import Weight, Wgrads
 from trainer.mesh.layout import Axis
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.dtypes import wide_dtype
-from trainer.store.bucket import Bucket
-from trainer.store.initial import initial_values
+from trainer.store.bucket import Bucket, StoreOptions
 from trainer.store.optimizers import Updates
-from trainer.store.parameter import Parameter
+from trainer.store.parameter import Parameter, initial_values
 from trainer.store.plan import ParameterRun, plan_buckets
 from trainer.store.unit import Unit
-
-
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """How a store keeps its state: `sharded` cuts the optimizer state over the holders, `splits_master` keeps no fp32.
-
-    `summed` is the dtype in which gradients travel to their owners, who add in the wide one.
-    `overlaps_reduce` sums gradients beside the backward, `overlaps_gather` updates and gathers beside what follows.
-    """
-
-    dtype: torch.dtype
-    moments: torch.dtype
-    summed: torch.dtype
-    bucket_bytes: int
-    sharded: bool
-    with_optimizer: bool
-    splits_master: bool
-    overlaps_reduce: bool
-    overlaps_gather: bool
 
 
 class ParameterStore:
@@ -54,11 +33,9 @@ class ParameterStore:
     ) -> None:
         self.table, self.mesh, self.options = table, mesh, options
         self.buckets = [
-            Bucket(plan, options.dtype, mesh.device, mesh.along(plan.holders), sharded=options.sharded,
-                   moments=options.moments, with_optimizer=options.with_optimizer,
-                   splits_master=options.splits_master)
+            Bucket(plan, options, mesh.device, mesh.along(plan.holders))
             for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
-        ]  # fmt: skip
+        ]
         self.wgrads, self._found = Wgrads(), dict[str, tuple[Weight, Bucket]]()
         for bucket in self.buckets:
             for run, offset in zip(bucket.plan.runs, bucket.plan.offsets, strict=True):
@@ -103,7 +80,7 @@ class ParameterStore:
         """
         for bucket in unit.buckets:
             if bucket.end(unit.name) and self.options.overlaps_reduce and Axis.ENDS not in bucket.group.axes:
-                bucket.start_reduce(self.options.summed)
+                bucket.start_reduce()
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter of this rank and its live values in the compute dtype."""
@@ -134,7 +111,7 @@ class ParameterStore:
         assert not late, f"the last pass of {', '.join(late)} has not ended"
         for bucket in self.buckets:
             if not bucket.is_reducing:
-                bucket.start_reduce(self.options.summed)
+                bucket.start_reduce()
             if not self.options.overlaps_reduce:
                 bucket.finish_reduce()
         for bucket in self.buckets:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.linear.weight import Weight
-from trainer.linear.wgrads import Wgrads
+from trainer.linear.weight import Weight, Wgrads
 from trainer.store.bucket import Bucket
 
 

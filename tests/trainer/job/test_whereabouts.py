@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.support.training import ROOT
-from trainer.job.board import Board
+from trainer.job.rendezvous import Board
 from trainer.job.whereabouts import Place, Whereabouts
 
 

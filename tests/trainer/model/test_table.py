@@ -10,7 +10,7 @@ from tests.trainer.support.parity import MODELS, config_for, make_engine
 from trainer.config import Config
 from trainer.mesh.layout import GROUPS
 from trainer.model.table import local_runs, parameter_table
-from trainer.store.initial import initial_values
+from trainer.store.parameter import initial_values
 
 LLAMA_LAYER = {
     "norm1.weight", "attn.q.weight", "attn.k.weight", "attn.v.weight", "attn.q_norm.weight", "attn.k_norm.weight",

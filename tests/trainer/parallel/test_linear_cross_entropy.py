@@ -14,8 +14,7 @@ from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.cross_entropy import VocabularyPart
 from trainer.parallel.collectives import copy_to
-from trainer.parallel.cross_entropy import vocab_cross_entropy
-from trainer.parallel.linear_cross_entropy import linear_cross_entropy, tokens_at_once
+from trainer.parallel.cross_entropy import linear_cross_entropy, tokens_at_once, vocab_cross_entropy
 
 VOCAB, HIDDEN, NUM_TOKENS = 5, 6, 13  # on four ranks 2, 2, 1 and 0 rows of the vocabulary
 WITHIN = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -8,12 +8,10 @@ import pytest
 from tests.trainer.support.training import ROOT, call
 from threefold.errors import UserError
 from trainer.pipeline.actions import PASSES, Action
-from trainer.pipeline.costs import costs, measured_costs
 from trainer.pipeline.draw import draw
-from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.simulate import simulate
-from trainer.pipeline.zb_h1 import zb_h1
+from trainer.pipeline.schedules import one_f_one_b, zb_h1
+from trainer.pipeline.simulate import costs, measured_costs, simulate
 
 GRID = """\
 rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---

@@ -6,15 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.linear.wgrads import Wgrads
+from trainer.linear.weight import Wgrads
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
 from trainer.pipeline.actions import Action
 from trainer.pipeline.executor import Executor
-from trainer.pipeline.gpipe import forward_only, gpipe
-from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.zb_h1 import zb_h1
+from trainer.pipeline.schedules import forward_only, gpipe, one_f_one_b, zb_h1
 
 WIDTH, NUM_MICROBATCHES, MAX_SENDS = 3, 6, 2
 

@@ -15,10 +15,10 @@ from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, make_engine, small
 from tests.trainer.support.ranks import run_ranks
 from tests.trainer.support.training import call
-from trainer.linear.wgrads import Wgrads
+from trainer.linear.weight import Wgrads
 from trainer.pipeline.actions import Action
-from trainer.pipeline.costs import Cost, costs
 from trainer.pipeline.schedules import SCHEDULES, rank_actions
+from trainer.pipeline.simulate import Cost, costs
 
 NUM_RANKS, NUM_MICROBATCHES, UNIT_S, REPEATS = 4, 4, 0.4, 2
 CASES: list[tuple[str, int, tuple[int, ...]]] = [  # a schedule, stages a rank, what each stage computes

@@ -10,12 +10,9 @@ from ckptkit.model.layout import ParallelLayout, stage_rank
 from threefold.errors import UserError
 from trainer.config import ParallelConfig
 from trainer.pipeline.actions import PASSES, Action, peak_live, stage_ranks
-from trainer.pipeline.gpipe import forward_only, gpipe
-from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.schedules import SCHEDULES, rank_actions
+from trainer.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b, rank_actions, zb_h1
 from trainer.pipeline.simulate import simulate
-from trainer.pipeline.zb_h1 import zb_h1
 
 SIZES = {"num_ranks": st.integers(1, 8), "num_microbatches": st.integers(1, 24), "virtual": st.integers(1, 3)}
 NAMES = st.sampled_from(sorted(SCHEDULES))

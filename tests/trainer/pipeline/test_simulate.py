@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 
 from threefold.errors import UserError
 from trainer.pipeline.actions import Action
-from trainer.pipeline.costs import costs
-from trainer.pipeline.gpipe import forward_only, gpipe
-from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.schedules import SCHEDULES
-from trainer.pipeline.simulate import Timeline, simulate
-from trainer.pipeline.zb_h1 import zb_h1
+from trainer.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b, zb_h1
+from trainer.pipeline.simulate import Timeline, costs, simulate
 
 MAKERS = [gpipe, one_f_one_b, forward_only, zb_h1]
 

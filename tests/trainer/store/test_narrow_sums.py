@@ -34,7 +34,7 @@ def summed(rank: int, config: Config, *, network: Network | None = None) -> list
         for weight in bucket.weights:
             weight._is_first = False  # what was added is in the buffer
         bucket.gradients.copy_(gradients(rank, len(bucket.gradients)))
-        bucket.start_reduce(torch.bfloat16)
+        bucket.start_reduce()
         bucket.finish_reduce()
         parts = [gradients(other, len(bucket.gradients))[slice(*bucket.owned)] for other in group.ranks]
         rounded = [part.bfloat16().float() if group.size > 1 else part for part in parts]

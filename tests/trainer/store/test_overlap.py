@@ -119,10 +119,10 @@ def begins_of_the_first_step(rank: int, config: Config, *, network: Network) -> 
                 results.append(f"end {unit.name}")
             real_end(unit)
 
-        def reduce(bucket: Bucket, dtype: torch.dtype) -> None:
+        def reduce(bucket: Bucket) -> None:
             if bucket in engine.store.buckets:
                 results.append(f"sum {' and '.join(sorted(bucket.users))}")
-            real_reduce(bucket, dtype)
+            real_reduce(bucket)
 
         patch.setattr(Unit, "end_adding", end)
         patch.setattr(Bucket, "start_reduce", reduce)

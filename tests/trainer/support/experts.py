@@ -20,8 +20,9 @@ from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.table import local_runs
 from trainer.ops.philox import normal_
+from trainer.store.bucket import StoreOptions
 from trainer.store.parameter import Parameter
-from trainer.store.store import ParameterStore, StoreOptions
+from trainer.store.store import ParameterStore
 
 TABLE = {
     f"layers.0.{name}": Parameter(shape, Placement(0, cuts), 0.1)

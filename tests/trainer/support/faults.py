@@ -304,7 +304,7 @@ FAULTS = [
           ParallelLayout(pp=2, virtual=2), wrapping(engine, "rank_actions", swapped), model={"num_layers": 4}),
     Fault("gradients are averaged over dp", DP, wrapping(Bucket, "finish_reduce", averaged)),
     Fault("gradients are not summed over dp, zero_stage 0", DP,
-          wrapping(Bucket, "start_reduce", lambda real, self, dtype: None), zero_stage=0),
+          wrapping(Bucket, "start_reduce", lambda real, self: None), zero_stage=0),
     Fault("gradients are read before their sum is there", DP, read_at_once("reduce_scatter", "dp")),
     Fault("parameters are read before they are gathered", DP, wrapping(Bucket, "arrive", lambda real, self: None)),
     Fault("gradients are not summed over dp, zero_stage 1", DP, skipping("reduce_scatter", "dp")),

@@ -12,9 +12,8 @@ from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
 from trainer.engine import Engine
-from trainer.mesh.group import Network
+from trainer.mesh.group import Network, Recorder
 from trainer.mesh.mesh import ProcessMesh, mesh_of
-from trainer.mesh.recorder import Recorder
 from trainer.model.microbatch import Batch
 from trainer.ops.native import csrc_calls
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.faults import DP, PP, Fault, Patch, wrapping
-from trainer.linear.wgrads import Wgrads
+from trainer.linear.weight import Wgrads
 from trainer.pipeline import executor
 from trainer.store.bucket import Bucket
 from trainer.store.unit import Unit
