@@ -203,7 +203,6 @@ class StepReader:
         return host, batch if fault is None else spoilt(batch), fault
 
     def _buffer(self, turn: int) -> npt.NDArray[np.uint8]:
-        """Return the memory for the next step."""
         num_bytes = self._loader.num_bytes
         if len(self._buffers[turn]) != num_bytes:
             pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")

@@ -124,7 +124,6 @@ def _apart_from_this_folder(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _code_of(path: Path) -> int | None:
-    """Return the exit code that a run of ours left, None if there is none."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

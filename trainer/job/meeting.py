@@ -109,7 +109,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _name_fault(host: str) -> str:
-    """Return why a name has no address, nothing if it has one."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:

@@ -39,7 +39,6 @@ class PassedSignals:
         self._heard.__exit__()
 
     def _pass(self, number: int) -> None:
-        """Send a signal to the ranks, on the thread that hears it."""
         ranks = ranks_here()
         for rank in ranks:
             with suppress(ProcessLookupError):

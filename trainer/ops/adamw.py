@@ -157,7 +157,6 @@ def _torch_adamw(
 def _apex_adamw(
     intervals: Sequence[Interval], optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor
 ) -> None:
-    """Make the same step by the kernel of NVIDIA Apex's FusedAdam."""
     update, device = forms.package("amp_C").multi_tensor_adam_capturable, factor.device
     is_left_out, of_step = is_bad.int().view(1), torch.full((1,), step + 1, dtype=torch.int32, device=device)
     rate = torch.full((), lr, device=device)

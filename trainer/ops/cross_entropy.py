@@ -74,7 +74,6 @@ def cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor, z_loss: float =
 
 
 def _row_sums(logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows: int) -> tuple[Tensor]:
-    """Return `row_sums` in plain torch."""
     if not num_true_rows:  # all padding
         zeros_T = torch.zeros_like(labels_T, dtype=wide_dtype(logits_TV.dtype))
         return (torch.stack([zeros_T - torch.inf, zeros_T, zeros_T]),)
@@ -89,7 +88,6 @@ def _row_sums(logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows
 def _write_gradient(
     logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows: int, factors_3T: Tensor
 ) -> tuple[Tensor, ...]:
-    """Do as `write_gradient` does in plain torch."""
     max_T1, scale_T1, g_T1 = factors_3T.unsqueeze(-1)
     columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
     gradient_TV = (logits_TV.to(factors_3T.dtype) - max_T1).exp() * scale_T1

@@ -20,30 +20,20 @@ from trainer.ops import native
 from trainer.ops.dtypes import wide_dtype
 from trainer.ops.philox import MASK, philox4x32
 
+# the type of each number in C, and what is above it; x may hold no index that is not below it either
+_NUMBERS = {
+    "seed": (ctypes.c_uint64, 1 << 63),
+    "step": (ctypes.c_uint64, 1 << 63),
+    "layer": (ctypes.c_uint32, 1 << 32),
+    "site": (ctypes.c_uint32, 1 << 32),
+    "first_sample": (ctypes.c_uint64, 1 << 63),
+    "first_position": (ctypes.c_uint64, 1 << 32),
+    "first_feature": (ctypes.c_uint64, 1 << 34),
+}
+
 
 class _Mask(ctypes.Structure):  # op_mask of csrc/ops/ops.h
-    _fields_ = (
-        ("seed", ctypes.c_uint64),
-        ("step", ctypes.c_uint64),
-        ("layer", ctypes.c_uint32),
-        ("site", ctypes.c_uint32),
-        ("first_sample", ctypes.c_uint64),
-        ("first_position", ctypes.c_uint64),
-        ("first_feature", ctypes.c_uint64),
-        ("probability", ctypes.c_double),
-    )
-
-
-# above each number; x may hold no index that is not below it either
-_LIMITS = {
-    "seed": 1 << 63,
-    "step": 1 << 63,
-    "layer": 1 << 32,
-    "site": 1 << 32,
-    "first_sample": 1 << 63,
-    "first_position": 1 << 32,
-    "first_feature": 1 << 34,
-}
+    _fields_ = (*((name, kind) for name, (kind, _) in _NUMBERS.items()), ("probability", ctypes.c_double))
 
 
 def dropout(
@@ -75,7 +65,7 @@ def dropout(
 
 def dropout_reference(x: Tensor, p: float, **place: int) -> Tensor:
     """Return the same in plain torch, bit for bit, for the same arguments."""
-    numbers = tuple(({"first_position": 0, "first_feature": 0} | place)[name] for name in _LIMITS)
+    numbers = tuple(({"first_position": 0, "first_feature": 0} | place)[name] for name in _NUMBERS)
     _check(x, p, numbers)
     return _plain(x, p, numbers)
 
@@ -97,7 +87,7 @@ def _check(x: Tensor, p: float, numbers: tuple[int, ...]) -> None:
     if not 0 <= p < 1:
         raise UserError(f"dropout: the probability is {p}, not in [0, 1)")
     extents = (1, 1, 1, 1, *x.shape)
-    for (name, limit), number, extent in zip(_LIMITS.items(), numbers, extents, strict=True):
+    for (name, (_, limit)), number, extent in zip(_NUMBERS.items(), numbers, extents, strict=True):
         if not 0 <= number <= limit - extent:
             raise UserError(f"dropout: {name} is {number} for {extent} of them; the indices must lie in [0, {limit})")
 

@@ -132,7 +132,6 @@ def dtype_code(op: str, tensor: torch.Tensor) -> int:
 
 
 def _function(name: str) -> Any:
-    """Return a function by its name without `op_`; UserError if the library is older than these sources."""
     function = getattr(library(), f"op_{name}", None)
     if function is None:
         raise UserError(f"the trainer's native library has no op_{name}: it is older than this code", hint=rebuild())

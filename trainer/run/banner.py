@@ -2,7 +2,7 @@
 
 import torch
 
-from ckptkit import Retention, Tier, Tiers
+from ckptkit import Retention, Tiers
 from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
@@ -79,17 +79,12 @@ def kept(tiers: Tiers | None, save: CheckpointConfig) -> list[tuple[str, str]]:
     intervals = [every(save.save_interval)] if save.save_interval else []
     intervals += [f"every {save.save_interval_s:g} s"] if save.save_interval_s else []
     facts = [("save", f"{tiers.first.url} {' and '.join([*intervals, 'at the end'])}; {rules(tiers.first.retention)}")]
-    return facts + [("copy", f"{tier.url} {copied(tier)}; {rules(tier.retention)}") for tier in tiers.slower]
-
-
-def copied(tier: Tier) -> str:
-    """Return which saves go to a slower tier."""
-    return every(tier.every) if tier.every else "every save"
+    return facts + [("copy", f"{tier.url} {every(tier.every)}; {rules(tier.retention)}") for tier in tiers.slower]
 
 
 def every(num_steps: int) -> str:
-    """Return how often, in steps."""
-    return f"every {num_steps} steps" if num_steps > 1 else "every step"
+    """Return how often, in steps; 0 is whenever the run saves."""
+    return f"every {num_steps} steps" if num_steps > 1 else "every step" if num_steps else "every save"
 
 
 def rules(retention: Retention) -> str:

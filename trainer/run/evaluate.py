@@ -68,7 +68,6 @@ class Evaluation:
 
     @property
     def _firsts(self) -> range:
-        """Return the first sample of each step."""
         return range(0, self._config.data.valid.num_samples, self._config.train.global_batch_size)
 
     def _samples(self, first: int) -> Int64s:

@@ -68,7 +68,7 @@ def own_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     """Return the tokenizer that a run's stores keep, or a model's folder, and why others did not have it."""
     reasons = []
     if isinstance(checkpoint.run, HfFolder):
-        file = checkpoint.storage.local_path("tokenizer.json")
+        file = checkpoint.run.storage.local_path("tokenizer.json")
         if file is not None and file.is_file():
             return open_tokenizer(file), []
     for store in dict.fromkeys(checkpoint.stores):

@@ -9,7 +9,6 @@ from typing import Any
 
 from ckptkit import HfFolder, Root, Run, open_source
 from threefold.flags import Settings
-from threefold.storage import Storage
 from trainer.checkpoint.changes import recorded_config
 from trainer.checkpoint.load import restore_step
 from trainer.config import Config
@@ -35,11 +34,6 @@ class Checkpoint:
     config: Config
     window: int
     stores: tuple[str, ...] = ()
-
-    @property
-    def storage(self) -> Storage:
-        """Return the storage of the run."""
-        return self.run.storage
 
 
 def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, world_size: int) -> Checkpoint:
@@ -81,9 +75,7 @@ class TrainedModel:
         self.engine = ranks.on_all(lambda: Engine(config, self.mesh, with_optimizer=False))
         ranks.on_all(lambda: restore_step(self.engine, checkpoint.run, root.step))
         self.engine.store.publish()
-        trained_in, precision = (
-            root.metadata.get("config", {}).get("train", {}).get("precision"),
-            config.train.precision,
-        )
-        if trained_in not in (None, precision):
-            ranks.say(f"step {root.step} was trained in {trained_in}: its parameters are converted to {precision}")
+        trained_in = root.metadata.get("config", {}).get("train", {}).get("precision", config.train.precision)
+        if trained_in != config.train.precision:
+            text = f"step {root.step} was trained in {trained_in}: its parameters are converted to "
+            ranks.say(text + config.train.precision)

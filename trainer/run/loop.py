@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from datakit import HostBatch
-from threefold.console import log, print_facts
+from threefold.console import print_facts
 from threefold.errors import EXIT_OK, UserError
+from trainer.checkpoint.node_local import tiers_here
 from trainer.checkpoint.progress import Progress, Validation
 from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.tiers import tiers_here
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, row_lengths
 from trainer.data import StepReader, open_blend, open_loader, token_fault, with_vocabulary
@@ -67,6 +67,9 @@ def completed(config: Config) -> Config:
     return with_layers(config, parameter_table(config))
 
 
+WAITS = ("comm_s", "comm_tp_s", "comm_dp_s", "bubble_s")  # of a step, in its statistics and its line
+
+
 class Run:
     """One start of a run, from the resumed step on: its thread trains, and every rank makes the same calls."""
 
@@ -85,12 +88,8 @@ class Run:
         self.progress = resumed.progress
         if config.data.mixture:  # what was recorded says where a step begins, and how much was read of what is gone
             blend = ranks.on_all(lambda: open_blend(config, resumed.recorded))
-        dp_rank, cursor, report = (
-            self.mesh.coords.dp,
-            self.progress.cursor,
-            log if ranks.rank == 0 else (lambda _: None),
-        )
-        self._loader = ranks.on_all(lambda: open_loader(blend, config, dp_rank, cursor, resumed.recorded, report))
+        dp_rank, cursor = self.mesh.coords.dp, self.progress.cursor
+        self._loader = ranks.on_all(lambda: open_loader(blend, config, dp_rank, cursor, resumed.recorded, ranks.say))
         blend = self._loader.blend
         self._record = blend.record.to_json()
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
@@ -142,14 +141,9 @@ class Run:
             stats = self.engine.start_step(self.progress.step, taken.batch, before_update=self._good.begin_change)
         self._first_step.end()
         gone = self.progress
-        self.progress = Progress(
-            number,
-            gone.tokens + self.config.train.global_batch_size * taken.length,
-            taken.cursor,
-            None if self._saver.due_step == gone.step else gone.validation,
-            self._record,
-            gone.voids,
-        )
+        tokens = gone.tokens + self.config.train.global_batch_size * taken.length
+        validation = None if self._saver.due_step == gone.step else gone.validation
+        self.progress = Progress(number, tokens, taken.cursor, validation, self._record, gone.voids)
         before, self._started = self._started, Started(gone, self.progress, taken, stats)
         if before is not None:  # whatever that raises, the state is that of the step that is started
             self._report_step(before)
@@ -225,15 +219,18 @@ class Run:
         if stats.outcome is Outcome.REPEATED:
             self._go_back(started)
             return
-        is_busy = float(self._saver.is_busy)  # before `poll`: of a save that has ended it is known how
-        here = [
-            stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s, started.taken.wait_s,
-            self._saver.pop_stall_s(), peak_memory_gib(ranks.device), self._saver.poll(),
-            float(self._stop.number), is_busy, float(self._saver.is_time),
-        ]  # fmt: skip
+        is_busy = self._saver.is_busy  # before `poll`: of a save that has ended it is known how
+        here = {
+            **{name: getattr(stats, name) for name in WAITS},
+            "data_wait_s": started.taken.wait_s,
+            "checkpoint_stall_s": self._saver.pop_stall_s(),
+            "memory_gib": peak_memory_gib(ranks.device),
+        }
+        asked = [self._saver.poll(), self._stop.number, is_busy, self._saver.is_time]
         ranks.note(self.progress.step, "agrees")
-        comm_s, comm_tp_s, comm_dp_s, bubble_s, *found = here if is_alone else ranks.maximum(here)
-        data_wait_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = found
+        both = [*here.values(), *map(float, asked)]
+        found = both if is_alone else ranks.maximum(both)
+        failed, stopped_by, is_any_busy, is_time = found[len(here) :]
         self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
         step_s = started.stats.ended.seconds_since(self._ended) - self._paused_s
         self._ended, self._paused_s = started.stats.ended, 0.0
@@ -246,13 +243,7 @@ class Run:
                 tokens=started.progress.tokens,
                 loss_tokens=stats.num_tokens,
                 step_s=step_s,
-                data_wait_s=data_wait_s,
-                comm_s=comm_s,
-                comm_tp_s=comm_tp_s,
-                comm_dp_s=comm_dp_s,
-                bubble_s=bubble_s,
-                checkpoint_stall_s=stall_s,
-                memory_gib=memory_gib,
+                **dict(zip(here, found)),
                 **throughput(
                     num_tokens=train.global_batch_size * started.taken.length,
                     num_samples=train.global_batch_size,
@@ -298,7 +289,6 @@ class Run:
             self.ranks.raise_on_all(fault)
 
     def _choose_ops(self, recorded: Mapping[str, str]) -> None:
-        """Take the forms of ops that the run recorded, or choose them, and report each."""
         self.engine.choose_ops(recorded, by_timing=not self.config.train.deterministic)
         names = self.engine.choices.names
         if self.ranks.rank == 0:
@@ -319,7 +309,6 @@ class Run:
         )
 
     def _announce_length(self, length: int) -> None:
-        """Report that rows have another length, before the line of the first step that reads them."""
         step = self.progress.step
         if length != self._seq_length:
             self._log.event("seq_length", step, seq_length=length)
@@ -327,7 +316,6 @@ class Run:
             self._seq_length = length
 
     def _announce_epochs(self, epochs: tuple[int, ...]) -> None:
-        """Report that stores were read whole once more."""
         step = self.progress.step
         for store, before, after in zip(self._blend.stores, self._epochs, epochs, strict=True):
             if after > before:
@@ -341,9 +329,8 @@ class Run:
         result = self._evaluation.run()
         if not math.isfinite(result["loss"]) and self.ranks.faults(self._evaluation.fault):
             self._end(self._evaluation.fault)
-        self.progress = dataclasses.replace(
-            self.progress, validation=Validation(self.progress.step, float(result["loss"]))
-        )
+        validation = Validation(self.progress.step, float(result["loss"]))
+        self.progress = dataclasses.replace(self.progress, validation=validation)
         self._good.note(self.progress, self._good.loss)
         self._log.event("eval", self.progress.step, **result)
         self._log.say(f"step {self.progress.step}: validation loss {result['loss']:.4f}")

@@ -37,14 +37,7 @@ class Optimizer:
     update: Callable[..., None]
 
 
-OPTIMIZERS = {
-    "adamw": Optimizer(
-        ("exp_avg", "exp_avg_sq"),
-        Interval,
-        IntervalTable,
-        lambda table, *numbers, **decisions: table.adamw(*numbers, **decisions),
-    )
-}
+OPTIMIZERS = {"adamw": Optimizer(("exp_avg", "exp_avg_sq"), Interval, IntervalTable, IntervalTable.adamw)}
 
 
 def states_of(rows: Iterable[Parameter]) -> list[str]:
