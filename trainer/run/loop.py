@@ -220,7 +220,7 @@ class Run:
             self._go_back(started)
             return
         is_busy = self._saver.is_busy  # before `poll`: of a save that has ended it is known how
-        here = {
+        measured = {
             **{name: getattr(stats, name) for name in WAITS},
             "data_wait_s": started.taken.wait_s,
             "checkpoint_stall_s": self._saver.pop_stall_s(),
@@ -228,9 +228,9 @@ class Run:
         }
         asked = [self._saver.poll(), self._stop.number, is_busy, self._saver.is_time]
         ranks.note(self.progress.step, "agrees")
-        both = [*here.values(), *map(float, asked)]
-        found = both if is_alone else ranks.maximum(both)
-        failed, stopped_by, is_any_busy, is_time = found[len(here) :]
+        values = [*measured.values(), *map(float, asked)]
+        largest = values if is_alone else ranks.maximum(values)
+        failed, stopped_by, is_any_busy, is_time = largest[len(measured) :]
         self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
         step_s = started.stats.ended.seconds_since(self._ended) - self._paused_s
         self._ended, self._paused_s = started.stats.ended, 0.0
@@ -243,7 +243,7 @@ class Run:
                 tokens=started.progress.tokens,
                 loss_tokens=stats.num_tokens,
                 step_s=step_s,
-                **dict(zip(here, found)),
+                **dict(zip(measured, largest)),
                 **throughput(
                     num_tokens=train.global_batch_size * started.taken.length,
                     num_samples=train.global_batch_size,

@@ -37,60 +37,60 @@ class Translator:
         num_values = len(values) - (value is not None)
         if entry.meaning(values).kind == "no" and entry.metavar:
             num_values = max(num_values, len(list(open_values(following))))
-        taken = Taken(num_values)
+        answer = Taken(num_values)
         is_switch = not entry.metavar and not entry.is_family
         if is_switch and values and values[0].lower() not in SWITCHED:
-            taken.faults.append(f"{flag} {values[0]}: it is a switch, without a value")
-            return taken
+            answer.faults.append(f"{flag} {values[0]}: it is a switch, without a value")
+            return answer
         if is_switch and values:
             is_negated = is_negated != (values.pop().lower() == "false")
         if entry.metavar and not values and not entry.metavar.endswith("?"):
-            taken.faults.append(f"{flag}: {NEEDS_VALUE}")
+            answer.faults.append(f"{flag}: {NEEDS_VALUE}")
         else:
-            self._add(taken, flag, entry, values, is_negated=is_negated)
-        return taken
+            self._add(answer, flag, entry, values, is_negated=is_negated)
+        return answer
 
-    def _add(self, taken: Taken, flag: str, entry: Entry, values: Sequence[str], *, is_negated: bool) -> None:
+    def _add(self, answer: Taken, flag: str, entry: Entry, values: Sequence[str], *, is_negated: bool) -> None:
         meaning = entry.meaning(values)
         if is_negated:
-            self._add_negated(taken, flag, meaning)
+            self._add_negated(answer, flag, meaning)
         elif meaning.kind == "reads":
-            self._add_file(taken, flag, values)
+            self._add_file(answer, flag, values)
         else:
-            self._add_meaning(taken, with_value(flag, entry, values), meaning, values, flag)
+            self._add_meaning(answer, with_value(flag, entry, values), meaning, values, flag)
 
-    def _add_meaning(self, taken: Taken, shown: str, meaning: Meaning, values: Sequence[str], flag: str) -> None:
+    def _add_meaning(self, answer: Taken, shown: str, meaning: Meaning, values: Sequence[str], flag: str) -> None:
         if meaning.kind == "no":
-            taken.faults.append(f"{shown}: {meaning.text}")
+            answer.faults.append(f"{shown}: {meaning.text}")
         elif meaning.kind == "so":
             self.left.append((shown, meaning.text))
         elif meaning.kind == "by":
-            taken.settings[MARK + meaning.text] = FlagText(values[0] if values else "", flag, tuple(values[1:]))
+            answer.settings[MARK + meaning.text] = FlagText(values[0] if values else "", flag, tuple(values[1:]))
         else:
             try:
                 pairs = meaning.assignments(values)
             except ValueError as error:
-                taken.faults.append(f"{shown}: {error}")
+                answer.faults.append(f"{shown}: {error}")
                 return
-            taken.words += [f"--{option.replace('_', '-')}={text}" for option, text in pairs]
-            taken.options += [option for option, _ in pairs]
+            answer.words += [f"--{option.replace('_', '-')}={text}" for option, text in pairs]
+            answer.options += [option for option, _ in pairs]
 
-    def _add_negated(self, taken: Taken, flag: str, meaning: Meaning) -> None:
+    def _add_negated(self, answer: Taken, flag: str, meaning: Meaning) -> None:
         if meaning.kind == "no":
             self.left.append((flag, meaning.text))
             return
         pairs = meaning.assignments([]) if meaning.kind == "sets" else []
         if not pairs or not all(text in OPPOSITES for _, text in pairs):
             said = ", ".join(f"{option} = {text}" for option, text in pairs) or meaning.text
-            taken.faults.append(f"{flag}: without it, it is so all the same: {said}")
+            answer.faults.append(f"{flag}: without it, it is so all the same: {said}")
             return
-        taken.words += [f"--{option.replace('_', '-')}={OPPOSITES[text]}" for option, text in pairs]
-        taken.options += [option for option, _ in pairs]
+        answer.words += [f"--{option.replace('_', '-')}={OPPOSITES[text]}" for option, text in pairs]
+        answer.options += [option for option, _ in pairs]
 
-    def _add_file(self, taken: Taken, flag: str, values: Sequence[str]) -> None:
+    def _add_file(self, answer: Taken, flag: str, values: Sequence[str]) -> None:
         """Add what the keys of a file of DeepSpeed are; DeepSpeed itself is answered where no file is named."""
         if not values:
-            taken.faults.append(f"{flag}: {NO_DEEPSPEED}")
+            answer.faults.append(f"{flag}: {NO_DEEPSPEED}")
             return
         path = values[0]
         try:
@@ -98,17 +98,17 @@ class Translator:
                 tables = json.load(file)
         except (OSError, ValueError) as error:
             cause = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
-            taken.faults.append(f"{flag}: cannot read {path}: {cause}; {NO_DEEPSPEED}")
+            answer.faults.append(f"{flag}: cannot read {path}: {cause}; {NO_DEEPSPEED}")
             return
         if not isinstance(tables, Mapping):
-            taken.faults.append(f"{flag}: {path} has no keys; {NO_DEEPSPEED}")
+            answer.faults.append(f"{flag}: {path} has no keys; {NO_DEEPSPEED}")
             return
         for key, said in keys_of(tables):
             entry, name = key_of(key), f"{path}: {key}"
             if entry is None:
-                taken.faults.append(f"{name}: this key is not known")
+                answer.faults.append(f"{name}: this key is not known")
             else:
-                self._add_meaning(taken, with_value(name, entry, said), entry.meaning(said), said, name)
+                self._add_meaning(answer, with_value(name, entry, said), entry.meaning(said), said, name)
 
 
 def with_value(name: str, entry: Entry, values: Sequence[str]) -> str:
