@@ -7,7 +7,6 @@ line for each fault, signals are passed on, and the exit code is that of the ran
 import argparse
 import logging
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -74,14 +73,18 @@ def parse(arguments: Sequence[str], verbs: Collection[str]) -> argparse.Namespac
     """Return torchrun's flags and the command after them; UserError if torchrun would refuse them."""
     from torch.distributed.run import get_args_parser
 
+    from trainer.job.launch_flags import wrong_flag
+
     def refuse(message: str) -> None:
         raise UserError(message, hint=SAMPLE)
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[assignment, method-assign]
     options = parser.parse_args(list(arguments))
-    if re.fullmatch(r"0+|-\d+", options.nproc_per_node):
-        refuse(f"--nproc-per-node {options.nproc_per_node}: a node has one rank or more")
+    if (wrong := wrong_flag(options)) is not None:
+        refuse(wrong)
+    if options.module and options.no_python:
+        refuse("--module and --no-python: a command is one of them")
     if options.module or options.no_python or options.run_path:
         return options
     verb = options.training_script
