@@ -137,7 +137,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Rename, drop, grow, repeat": write_run,
     "Split and fuse": write_run,
     "On many machines with Slurm": write_run,
-    "On many machines with torchrun": write_run,
+    "On many machines with a launcher": write_run,
     "On many machines with Ray": write_run,
     "Look at the values of one": write_run,
     "Bring a step back from a copy": write_damaged_run,

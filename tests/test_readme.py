@@ -30,7 +30,7 @@ SMALLER = {  # for a machine of two cores; nothing else of what README says is c
     "--nproc-per-node 8": "--nproc-per-node 4",
     "--workers 8": "--workers 2",
     "-interval 500": "-interval 10",
-    "torchrun": "sed -i s/train_steps.=.10/train_steps=20/ examples/gpt-small.toml\ntorchrun",
+    "trainer launch": "sed -i s/train_steps.=.10/train_steps=20/ examples/gpt-small.toml\ntrainer launch",
 }
 
 

@@ -27,8 +27,8 @@ def commands(text: str) -> list[list[str]]:
     packages = []
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(re.sub(r"\$(\w+)", lambda match: defaults.get(match[1], match[0]), line), comments=True)
-        if "-m" in words[1:] and words[0] == "srun":
-            words = words[words.index("-m", 1) + 1 :]
+        if "launch" in words and words[0] == "srun":
+            words = ["trainer", *words[words.index("train") :]]
         if words and words[0] in PROGRAMS:
             packages.append(words)
     return packages

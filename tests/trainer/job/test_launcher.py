@@ -62,6 +62,14 @@ def test_no_hint_starts_our_verbs_by_another_launcher() -> None:
     assert [file.name for file in files if re.search("torchrun --.*-m trainer ", file.read_text())] == []
 
 
+def test_no_printed_command_starts_our_verbs_by_another_launcher() -> None:
+    """One sentence of README and the guide of signals name `torchrun`, which works too."""
+    files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.sbatch")]
+    assert len(files) > 40
+    typed = re.compile(r"^(?:srun )? *torchrun (?:[^\n]|\\\n)*(?:-m trainer|--no-python ckptkit) ", re.MULTILINE)
+    assert [file.name for file in files if typed.search(file.read_text())] == ["save.md"]
+
+
 def test_flags_of_torchrun_are_no_flags_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("launch", "--nnodes", "0", "--nproc-per-node=2", "-m", "trainer") == 2
     first, hint = capsys.readouterr().err.splitlines()
