@@ -1,5 +1,6 @@
 """Wrong inputs of somebody's first hour: each answer names what was wrong and where, and has a hint that leads on."""
 
+import gzip
 import importlib
 import re
 import shlex
@@ -38,12 +39,16 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder / "corpus" / "a.jsonl", TEXTS)
     for name, size in (("tok.json", 300), ("other.json", 310)):
         train_tokenizer([str(folder / "corpus")], str(folder / name), vocab_size=size)
-    preprocess([folder / "corpus"], folder / "store", Recipe(str(folder / "tok.json"), split=(0.5, 0.5)), num_workers=1)
+    tokenizer = str(folder / "tok.json")
+    preprocess([folder / "corpus"], folder / "store", Recipe(tokenizer, split=(0.5, 0.5)), num_workers=1)
     preprocess([folder / "corpus"], folder / "store2", Recipe(str(folder / "other.json")), num_workers=1)
     for step in (100, 200):
         assert save_whole(folder / "run", step, SMALL, scale=step).ok
     (folder / "run.toml").write_text(CONFIG)
     (folder / "conf.yaml").write_text("model:\n  num_layers: 2\n")
+    preprocess([folder / "corpus"], folder / "part", Recipe(tokenizer, split=(1 - 1e-9, 1e-9)), num_workers=1)
+    (folder / "u16.jsonl").write_text('{"text": "ä"}\n', encoding="utf-16")
+    (folder / "latin.txt.gz").write_bytes(gzip.compress("a line\nä\n".encode("latin-1")))
     (folder / "table.csv").write_text("a,b\n1,2\n")
     write_folder(folder / "model", "llama")
     (folder / "model" / "tokenizer.json").unlink()
@@ -124,6 +129,14 @@ WRONG = {  # the command, the code it ends with, and what its answer says
     "datakit merge store/train store2 --output x": (2, "store2: its tokenizer's fingerprint", "hint: "),
     "datakit inspect store": (2, "store is split", "hint: store/train"),
     "ckptkit verify nowhere": (3, "nowhere does not exist"),
+    "datakit preprocess u16.jsonl --output x --tokenizer tok.json": (2, "u16.jsonl, line 1", "byte 0",
+                                                                    "iconv -f UTF-16 -t UTF-8 > FIXED.jsonl"),
+    "datakit preprocess latin.txt.gz --output x --tokenizer tok.json": (2, "line 2", "byte 7",
+                                                                      "cat latin.txt.gz | iconv -f LATIN1 "),
+    "datakit preprocess corpus --output x --tokenizer tok.json --workers 0": (2, "0 workers: at least 1", "--workers"),
+    "trainer train run.toml --data.valid.stores part/valid --train.eval-interval 1 --dry-run": (
+        2, "part/valid holds 0 tokens", "--split 0.9,0.1"),
+    "trainer train --from-megatron '--num-layers two'": (2, "model.num_layers", "'two'", "trainer train --help says"),
     "datakit preprocess corpus --output corpus --tokenizer tok.json": (2, "corpus is named as input and as output"),
     "trainer train store/train": (2, "store/train is a folder", "--data.stores store/train"),
     "trainer train run": (2, "run is a folder", "--load run"),

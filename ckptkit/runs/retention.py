@@ -57,7 +57,7 @@ def reasons_to_keep(records: "Sequence[StepRecord]", policy: Retention) -> dict[
     reasons: dict[int, list[str]] = {record.step: [] for record in sorted(records, key=lambda record: record.step)}
     good = sorted((record.step for record in records if record.is_good), reverse=True)
     if not policy.has_rules or not good:
-        return {step: ["no rule is given" if good else "no step is good"] for step in reasons}
+        return {step: ["no rule above 0 is given" if good else "no step is good"] for step in reasons}
     places = places_filled(records, policy)
     oldest_of_last = good[policy.keep_last - 1] if policy.keep_last <= len(good) else 0
     for record in records:

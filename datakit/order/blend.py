@@ -306,7 +306,9 @@ class Blend:
             raise UserError(
                 f"{store.place} holds {store.num_tokens} tokens, too few for one row of "
                 f"{self._seq_lengths[source]} + 1",
-                hint=f"--seq-length {store.num_tokens - 1}" if store.num_tokens > 1 else "leave it out, or fill it",
+                hint=f"--seq-length {store.num_tokens - 1}"
+                if store.num_tokens > 1
+                else "leave it out, or make it larger: datakit preprocess ... --split 0.9,0.1",
             )
 
     def _check_packings(self) -> None:

@@ -81,7 +81,7 @@ def preprocess(
     """
     show, started_s = progress or (lambda line, _: report(line)), time.monotonic()
     if num_workers < 1:
-        raise UserError(f"{num_workers} workers", hint="--workers 1")
+        raise UserError(f"{num_workers} workers: at least 1 is needed", hint="--workers 1")
     recipe = replace(recipe, tokenizer=os.fspath(checked_tokenizer(recipe.tokenizer)))
     place, paths = Output(os.fspath(output)), paths_of(inputs, recipe.text_key)
     if any(map(is_pipe, paths)):

@@ -50,7 +50,9 @@ class Recipe:
         if self.split is not None and not (min(self.split) >= 0 and abs(sum(self.split) - 1) <= 1e-6):
             raise UserError(f"split fractions {self.split} do not sum to 1", hint="--split 0.99,0.01")
         if self.max_chars is not None and self.max_chars < 1:
-            raise UserError(f"documents of at most {self.max_chars} characters", hint="--max-chars 1000000")
+            raise UserError(
+                f"documents of at most {self.max_chars} characters: all would be left out", hint="--max-chars 1000000"
+            )
 
     @property
     def rules(self) -> DocumentRules:

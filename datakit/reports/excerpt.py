@@ -65,7 +65,7 @@ def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
     The label of its last token is the last one here. UserError if there is none of this number.
     """
     if seq_length < 1:
-        raise UserError(f"a sequence length of {seq_length} tokens", hint="--seq-length 4096")
+        raise UserError(f"a sequence length of {seq_length} tokens: at least 1 is needed", hint="--seq-length 4096")
     num_samples = store.num_rows(seq_length)
     if not 0 <= number < num_samples:
         raise UserError(

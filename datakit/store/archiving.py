@@ -43,7 +43,7 @@ class FileThreads:
 
     def __init__(self, num_workers: int, *, report_every_s: float = 2.0) -> None:
         if num_workers < 1:
-            raise UserError(f"{num_workers} workers", hint="--workers 1")
+            raise UserError(f"{num_workers} workers: at least 1 is needed", hint="--workers 1")
         self._num_workers, self._report_every_s, self._ended = num_workers, report_every_s, Event()
         self._num_bytes, self._lock = 0, Lock()
 

@@ -7,6 +7,7 @@ rules say is skipped, and counted.
 """
 
 import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -263,17 +264,21 @@ class DocumentReader:
         if part.file.kind == "jsonl" and part.start:
             require_lines(part.file, next(read_blocks(FileSlice(part.file, 0, part.file.size_bytes))))
         before = read_blocks(FileSlice(part.file, 0, part.start)) if part.start else ()
+        is_seen = not part.file.spooled and not is_url(part.file.path)
+        shown = f"{SHOWN_BY[part.file.compression]} {quoted(part.file.path)}"
         line += sum(block.count(b"\n") for block in before) + content.count(b"\n", 0, fault.byte or 0) + 1
         if fault.byte is not None:
             message += f" at byte {offset + fault.byte}"
-            convert = "iconv -f LATIN1 -t UTF-8"
-            hint = f"{convert} {quoted(part.file.path)} -o FIXED, if it is Latin-1"
+            is_utf16 = offset == 0 and content.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+            encoding, why = ("UTF-16", "as its first bytes say") if is_utf16 else ("LATIN1", "if it is Latin-1")
+            convert = f"iconv -f {encoding} -t UTF-8"
             if part.file.spooled:
-                hint = f"COMMAND | {convert} | datakit preprocess - ..., if it is Latin-1"
-        look = f"{SHOWN_BY[part.file.compression]} {quoted(part.file.path)} | sed -n {line}p"
-        is_seen = not part.file.spooled and not is_url(part.file.path)
+                hint = f"COMMAND | {convert} | datakit preprocess - ..., {why}"
+            elif is_seen:
+                hint = f"{shown} | {convert} > FIXED.{part.file.kind}, {why}"
         return UserError(
-            f"{part.file.shown}, line {line}: {message}", hint=hint or (look if is_seen else "--skip-invalid")
+            f"{part.file.shown}, line {line}: {message}",
+            hint=hint or (f"{shown} | sed -n {line}p" if is_seen else "--skip-invalid"),
         )
 
     def _whole_lines(self) -> Iterator[tuple[int, bytes]]:

@@ -207,10 +207,11 @@ def test_prune_tells_what_it_deleted_where_uploads_cannot_be_aborted(
     assert err == "warning: unfinished uploads are left: s3://bucket: access denied\n"
 
 
-def test_prune_without_a_rule_deletes_no_step(capsys: Capture, run: str) -> None:
-    found = rows(capsys, "prune", run)
+@pytest.mark.parametrize("rules", [(), ("--keep-last", "0")])
+def test_prune_without_a_rule_deletes_no_step(capsys: Capture, run: str, rules: tuple[str, ...]) -> None:
+    found = rows(capsys, "prune", run, *rules)
     assert found["deleted"] == []
-    assert found["kept"]["1"] == ["no rule is given"]
+    assert found["kept"]["1"] == ["no rule above 0 is given"]
 
 
 def test_what_prune_refuses(capsys: Capture, run: str) -> None:

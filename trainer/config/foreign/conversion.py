@@ -30,7 +30,10 @@ IMPLIED = {  # where the flag of the second is not named
     "--lr-wsd-decay-samples": FALL,
 }
 DEFAULT = "the default of Megatron-LM"
-CORRECT, FILL_IN = "correct it, and try again", "put values in place of what only the shell knows"
+CORRECT, FILL_IN = (
+    "correct it: trainer train --help says what each key takes",
+    "put values in place of what only the shell knows",
+)
 
 
 @dataclass(frozen=True, slots=True)
