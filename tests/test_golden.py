@@ -17,7 +17,7 @@ import datakit
 from ckptkit import Box, Piece
 from ckptkit.cli import main as ckptkit_main
 from ckptkit.foreign.dcp.export import export_dcp
-from ckptkit.foreign.folder_source import FolderSource
+from ckptkit.foreign.folder import FolderSource
 from ckptkit.foreign.hf.folder import HfFolder
 from ckptkit.foreign.kinds import folder_of
 from ckptkit.mapping.mapper import Mapper

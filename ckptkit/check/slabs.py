@@ -16,10 +16,9 @@ import numpy as np
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Bytes
 from ckptkit.loading.chunk_source import ChunkSource, read_chunks
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.slab import Slab, slab_batches
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
+from ckptkit.model.tensor import ITEMSIZE, Box, TensorInfo, storage_order
 from threefold.errors import CheckFailed, UserError
 
 AHEAD_SLAB_BYTES = 32 << 20  # two of them are as large as a slab of a pass without another beside it

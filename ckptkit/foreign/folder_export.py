@@ -21,9 +21,8 @@ from ckptkit.io.data_files import refuse_full, write_blocks
 from ckptkit.io.double_buffer import double_buffered
 from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.chunk_source import ChunkSource
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Box, TensorInfo
 from ckptkit.plan.certificate import digest, is_readable
 from threefold.errors import CheckFailed
 from threefold.storage import Storage

@@ -11,10 +11,10 @@ from ckptkit.format.address import foreign_kind
 FOLDERS = {
     "dcp": "dcp.folder:DcpFolder",
     "hf": "hf.folder:HfFolder",
-    "safetensors": "hf.safetensors_folder:SafetensorsFolder",
+    "safetensors": "hf.folder:SafetensorsFolder",
     "tensorstore": "zarr.folder:TensorstoreFolder",
     "torch_checkpointing": "torch_checkpointing.folder:TorchCheckpointingFolder",
-    "torch_dist": "dcp.torch_dist_folder:TorchDistFolder",
+    "torch_dist": "dcp.folder:TorchDistFolder",
     "ucp": "deepspeed.folder:UcpFolder",
 }
 

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.foreign.folder_source import FolderFiles, FolderSource
+from ckptkit.foreign.folder import FolderFiles, FolderSource
 from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES, Ints, StoredTensor
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.torch_tensors import STORED
-from ckptkit.model.box import Box
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Placement, TensorInfo
 from ckptkit.plan.cover import Cover
 from ckptkit.plan.stored import StoredChunks
 from threefold.errors import UserError, listed

@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ckptkit.model.placement import AXES, Cut, Placement
-from ckptkit.model.tensor import ITEMSIZE, MAX_DIMS, MAX_LAYERS, MAX_NAME_BYTES, MAX_NUMEL, TensorInfo
+from ckptkit.model.tensor import (
+    AXES,
+    ITEMSIZE,
+    MAX_DIMS,
+    MAX_LAYERS,
+    MAX_NAME_BYTES,
+    MAX_NUMEL,
+    Cut,
+    Placement,
+    TensorInfo,
+)
 
 MAX_ROUND_TO = 1 << 20
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

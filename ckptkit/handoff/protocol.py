@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
+from ckptkit.format.keys import Seat
 from ckptkit.format.root import Share
-from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import Bytes
 from ckptkit.runs.retention import Retention
 from threefold.plain import from_plain

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.io.blocks import Bytes
-from ckptkit.model.box import Piece
-from ckptkit.model.tensor import ITEMSIZE
+from ckptkit.model.tensor import ITEMSIZE, Piece
 from threefold.errors import StorageError, UserError
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device

@@ -22,9 +22,8 @@ from ckptkit.loading.load_sums import LoadSums, fetching
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.chunk_table import ChunkTable
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Box, Piece, TensorInfo
 from ckptkit.plan.certificate import is_readable
 from threefold.errors import CheckFailed, UserError, listed, quoted
 

@@ -24,10 +24,9 @@ from ckptkit.loading.chunk_source import ChunkSource, attempt_made_of, planned, 
 from ckptkit.loading.step_files import StepFiles
 from ckptkit.mapping.mapped import Mapped, RowRange, moved, num_rows
 from ckptkit.mapping.mapper import Mapper
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.tensor import ITEMSIZE
+from ckptkit.model.tensor import ITEMSIZE, Box
 from ckptkit.plan.certificate import digest, is_readable
 from ckptkit.plan.load_plan import LoadPlan
 from ckptkit.plan.stored import StoredChunks

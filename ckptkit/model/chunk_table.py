@@ -11,8 +11,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.model.box import Box, Piece
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Box, Piece, TensorInfo
 from threefold.errors import UserError, listed
 
 Ints = npt.NDArray[np.int64]

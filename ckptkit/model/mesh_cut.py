@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from ckptkit.model.box import Box
+from ckptkit.model.tensor import Box
 
 Spans = tuple[tuple[int, int], ...]  # [start, stop) of a global dim, in the order of the local one
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.layout import Axis, Coords, ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
+from ckptkit.model.tensor import ITEMSIZE, Box, Placement, TensorInfo, storage_order
 from ckptkit.model.zero import bucket_offsets, overlaps, shard_interval
 
 RankChunk = tuple[TensorInfo, Box, int, int]

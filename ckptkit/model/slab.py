@@ -6,8 +6,7 @@ A slab is a range of a tensor's global row-major positions; what a box holds of 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptkit.model.box import Box
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Box, TensorInfo
 
 SLAB_BYTES = 64 << 20
 STEP_BYTES = 1 << 20  # tensors are divided at multiples of this, so that hashing sees whole blocks

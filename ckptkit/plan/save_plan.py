@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptkit.format.data_file import MAX_CHUNKS, DataFile
-from ckptkit.model.box import Piece
 from ckptkit.model.chunk_table import ChunkTable, Ints
-from ckptkit.model.tensor import TensorInfo, storage_order
+from ckptkit.model.tensor import Piece, TensorInfo, storage_order
 
 
 @dataclass(frozen=True, eq=False)

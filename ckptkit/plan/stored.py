@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptkit.format.part_index import PartIndex
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, TensorInfo
 from threefold.errors import CheckFailed
 
 

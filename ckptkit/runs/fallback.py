@@ -16,8 +16,7 @@ from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Alone, Exchange, agreed
 from ckptkit.loading.restore import restore
 from ckptkit.loading.roots import attempt_seen
-from ckptkit.model.box import Piece
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Piece, TensorInfo
 from ckptkit.runs.catalogue import no_step
 from ckptkit.runs.run import Run
 from threefold.cli import log

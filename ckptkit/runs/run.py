@@ -14,8 +14,7 @@ from ckptkit.loading.exchange import Exchange
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
 from ckptkit.loading.roots import newest_first, read_root, root_info, root_key
-from ckptkit.model.box import Piece
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Piece, TensorInfo
 from ckptkit.runs.catalogue import committed_steps, no_step
 from ckptkit.runs.pruning import PruneReport, remove
 from ckptkit.runs.rollback import RollbackReport, quarantine, rollback, set_aside_after, undo_rollback

@@ -14,15 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.format.address import open_run
-from ckptkit.format.keys import check_attempt
+from ckptkit.format.keys import Seat, check_attempt
 from ckptkit.format.root import Root, Share, plain_json
-from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import CopyOrder, SaveOrder, SkipOrder
 from ckptkit.handoff.report import SaveCounts, SaveReport
 from ckptkit.io.torch_tensors import check_memory, is_on_host
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout, check_rank
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Piece, TensorInfo
 from ckptkit.saving.client import WriterProcess
 from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.options import CheckpointerOptions

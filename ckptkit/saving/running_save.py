@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.handoff.protocol import SaveOutcome
 from ckptkit.handoff.ring_signals import RingSignals, Signal
 from ckptkit.saving.client import WriterProcess

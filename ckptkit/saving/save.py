@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 
 from ckptkit.format.address import open_run
+from ckptkit.format.keys import Seat
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.io.blocks import Bytes, Columns
 from ckptkit.io.double_buffer import double_buffered
 from ckptkit.io.torch_tensors import Transfer, check_memory
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout, check_rank
-from ckptkit.model.tensor import TensorInfo, tensor_table
+from ckptkit.model.tensor import Piece, TensorInfo, tensor_table
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.saving.staging import BlockCopies
 from ckptkit.saving.template import piece_sizes

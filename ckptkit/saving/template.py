@@ -10,9 +10,8 @@ import numpy as np
 from ckptkit.format.root import Root
 from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.io.blocks import Bytes
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo, tensor_table
+from ckptkit.model.tensor import ITEMSIZE, Piece, TensorInfo, tensor_table
 from ckptkit.plan.save_plan import SavePlan, plan_save
 
 

@@ -7,7 +7,7 @@ and what all of them were ordered. What a killed writer left undone its successo
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.handoff.protocol import SaveOrder, SaveOutcome, TierCopy
 from ckptkit.handoff.report import SaveReport
 from ckptkit.runs.retention import is_due

@@ -24,9 +24,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from ckptkit.format.keys import Seat
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import NO_MORE, CopyOrder, SaveOrder, SaveOutcome, SkipOrder, TierCopy, message_of
 from ckptkit.handoff.ring_signals import RingSignals, readable
 from ckptkit.io.blocks import Bytes

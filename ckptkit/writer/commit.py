@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from ckptkit.format.keys import ROOT_KEY, named_writers, part_keys, step_folder, writer_of
+from ckptkit.format.keys import ROOT_KEY, Seat, named_writers, part_keys, step_folder, writer_of
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
-from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.io.data_files import is_out_of_room
 from ckptkit.loading.roots import committed_attempt, root_key

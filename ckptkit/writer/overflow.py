@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.handoff.protocol import SaveOrder
 from ckptkit.loading.roots import newest_first
 from ckptkit.runs.catalogue import committed_steps

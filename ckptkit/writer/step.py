@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from shlex import quote
 
+from ckptkit.format.keys import Seat
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.saved import Saved
-from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import Columns
 from ckptkit.io.data_files import is_out_of_room, write_blocks
 from ckptkit.io.striping import Striper

@@ -11,8 +11,7 @@ import pytest
 
 from ckptkit.cli import main
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Cut, Placement, TensorInfo
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.support.printed import printed

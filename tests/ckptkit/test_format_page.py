@@ -12,10 +12,8 @@ import xxhash
 from safetensors import safe_open
 
 from ckptkit.format.root import Root
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Cut, Piece, Placement, TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Node

@@ -20,8 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ckptkit.format.keys import ROOT_KEY, aside_key, attempt_of, step_folder
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import ROOT_KEY, Seat, aside_key, attempt_of, step_folder
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import latest_step, read_root, root_info
 from ckptkit.model.layout import ParallelLayout

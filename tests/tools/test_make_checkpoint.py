@@ -12,7 +12,7 @@ import pytest
 from ckptkit.check.hash import read_slabs
 from ckptkit.check.verify import verify_checkpoint
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.model.box import Box
+from ckptkit.model.tensor import Box
 from ckptkit.runs.run import resolve
 from tools.make_checkpoint import chunk_values, element_values, gpt_tensors, hidden_for, main
 

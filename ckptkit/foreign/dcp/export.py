@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Literal
 
 from ckptkit.check.slabs import read_whole
+from ckptkit.foreign.dcp.folder import COMMON, COMMON_STATE, CONFIG
 from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
-from ckptkit.foreign.dcp.torch_dist_folder import COMMON, COMMON_STATE, CONFIG
 from ckptkit.foreign.folder_claim import note_of
 from ckptkit.foreign.folder_export import (
     ExportReport,

@@ -1,34 +1,118 @@
-"""A folder that torch.distributed.checkpoint wrote, with the face of a run of one step: `dcp:FOLDER`, on any storage.
+"""Folders of torch.distributed.checkpoint, each with the face of a run of one step, on any storage.
 
-Tensors go by DCP's flat names, whole. What DCP pickled, such as a learning rate, is a tensor of opaque bytes: nothing
-here unpickles it. Files may be zips of torch or safetensors, with `.metadata` or with the index of whole tensors that
-the Hugging Face writer makes. The folder has no checksums, so its bytes are read unverified. torch is not needed.
+`dcp:FOLDER` is what DCP wrote. Tensors go by its flat names, whole. What DCP pickled, such as a learning rate, is a
+tensor of opaque bytes: nothing here unpickles it. Files may be zips of torch or safetensors, with `.metadata` or with
+the index of whole tensors that the Hugging Face writer makes. A safetensors header's `__metadata__` says where each
+tensor of the file begins in the whole one, and nothing there how large that is. The folder has no checksums, so its
+bytes are read unverified. torch is not needed.
+
+`torch_dist:FOLDER` is what megatron-core's dist_checkpointing wrote with that backend: a save of DCP, files beside it.
+`metadata.json` names the backends. What all ranks have alike is pickled: in the save as `common_state/shard_0_1`, since
+megatron-core 0.19, or in the file `common.pt`. Both files are opaque bytes here, `files/metadata.json` and so on.
 """
 
+import json
+import math
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from ckptkit.foreign.checks import FETCH, checked_size
-from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, read_metadata
-from ckptkit.foreign.dcp.safetensors import FileBox, read_folder, read_parts
-from ckptkit.foreign.folder import ForeignFolder
-from ckptkit.foreign.folder_source import FolderSource
-from ckptkit.foreign.hf.contents import INDEX
-from ckptkit.foreign.stored_parts import Found, stored_source, table_of
+from ckptkit.foreign.checks import FETCH, checked, checked_size, row_of_sizes, shown, size_of
+from ckptkit.foreign.dcp.metadata import FILE, DcpChunk, DcpContents, DcpTensor, Ints, read_metadata
+from ckptkit.foreign.folder import FolderSource, ForeignFolder
+from ckptkit.foreign.hf.contents import FILES, INDEX, WEIGHTS, read_places
+from ckptkit.foreign.safetensors_file import ForeignTensor, read_file
+from ckptkit.foreign.stored_parts import Found, Place, stored_source, table_of
 from ckptkit.foreign.torch_files.restricted_pickle import MAX_BYTES
-from ckptkit.foreign.torch_files.zip_reader import read_tensor
+from ckptkit.foreign.torch_files.zip_reader import StoredTensor, read_tensor
 from ckptkit.format.dcp_state import METADATA, DcpState
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import shown_names
-from ckptkit.io.torch_tensors import STORED
-from ckptkit.model.box import Box
+from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.tensor import Box
 from threefold.cli import log
-from threefold.errors import CheckFailed, listed
+from threefold.errors import CheckFailed, UserError, listed
+from threefold.storage import Storage
 
+SHARDING, SUFFIX = "DCP_SHARDING_INFO", ".safetensors"
 NUM_THREADS = 8
+CONFIG, COMMON = "metadata.json", "common.pt"
+COMMON_STATE = "common_state/shard_0_1"  # in the save, in place of COMMON
+BACKENDS = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+    "common_backend": "torch", "common_backend_version": 1,
+}  # fmt: skip
+MAX_FILE_BYTES = 256 << 20
+HINT = "name a folder that megatron-core's dist_checkpointing wrote, iter_0000100 for instance"
+
+
+@dataclass(frozen=True, slots=True)
+class FileBox:
+    """A box of a tensor as a file has it: where it begins in the whole one."""
+
+    offset: Ints
+    tensor: ForeignTensor
+
+    @property
+    def dtype(self) -> str:
+        """Return torch's name of the dtype."""
+        return NAMES[self.tensor.dtype]
+
+    @property
+    def place(self) -> StoredTensor:
+        """Return where its elements are."""
+        shape, start = self.tensor.shape, self.tensor.offset
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return StoredTensor(self.dtype, shape, stride, start, start + self.tensor.size_bytes)
+
+
+def read_parts(storage: Storage, key: str, start: int = 0) -> dict[str, FileBox]:
+    """Return what a file holds from a byte on, by name; CheckFailed if it is not sound."""
+    tensors, _, metadata = read_file(storage, key, start)
+    with checked(f"{storage.url}/{key} does not say where its tensors begin as torch does", "fetch the file again"):
+        described = json.loads(metadata.get(SHARDING, "{}")).items()
+        offsets = {name: row_of_sizes(fields["saved_offsets"]) for name, fields in described}
+        parts = {name: FileBox(offsets.get(name, (0,) * len(each.shape)), each) for name, each in tensors.items()}
+        if any(len(part.offset) != len(part.tensor.shape) for part in parts.values()):
+            raise ValueError("places of other dims than the tensors")
+    return parts
+
+
+def read_folder(storage: Storage) -> tuple[DcpContents, dict[str, dict[str, FileBox]]] | None:
+    """Return what a folder of whole tensors holds that the Hugging Face writer made, and each file's parts.
+
+    None if it is not such a folder; CheckFailed for shards of tensors whose size nothing says.
+    """
+    keys = [info.key for info in storage.list() if info.key.endswith(SUFFIX)]
+    if not keys:
+        return None
+    if storage.info(INDEX) is None and keys != [WEIGHTS]:
+        raise CheckFailed(
+            f"{storage.url} holds safetensors files of shards and no {INDEX}: nothing says how large their tensors are",
+            hint="save with HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)",
+        )
+    places = read_places(storage) if keys != [WEIGHTS] or storage.info(INDEX) is not None else None
+    files = {key: read_parts(storage, key) for key in sorted(set(places.values()) if places is not None else keys)}
+    found = {name: key for key, parts in files.items() for name in parts}
+    if places is not None and (wrong := sorted(places.items() ^ found.items())):
+        raise CheckFailed(f"{storage.url}/{INDEX} and {wrong[0][1]} differ: {wrong[0][0]} is in one of them only")
+    return DcpContents(_whole(storage, files), {}, None), files
+
+
+def _whole(storage: Storage, files: Mapping[str, Mapping[str, FileBox]]) -> dict[str, DcpTensor]:
+    """Return the tensors of some files, each whole in one of them."""
+    tensors = {}
+    for key, parts in files.items():
+        for name, part in parts.items():
+            if any(part.offset):
+                text = f"{storage.url}/{key} holds {name} from {list(part.offset)} on, the rest is in no file"
+                raise CheckFailed(text, hint=FETCH)
+            shape, place = part.tensor.shape, Place(key, part.tensor.offset, part.tensor.size_bytes)
+            tensors[name] = DcpTensor(part.dtype, shape, [DcpChunk(part.offset, shape, place)])
+    return tensors
 
 
 class DcpFolder(ForeignFolder):
@@ -127,3 +211,35 @@ class DcpFolder(ForeignFolder):
     def files(self) -> Collection[str]:
         """The files that are read."""
         return {FILE, *self.sizes} if self.storage.info(FILE) is not None else self.sizes
+
+
+class TorchDistFolder(DcpFolder):
+    """One folder, with the methods of a Run that holds one step, 0; nothing is read before the first of them."""
+
+    scheme = "torch_dist:"
+
+    @cached_property
+    def contents(self) -> DcpContents:
+        """Return what `.metadata` says, and the files beside it; CheckFailed or UserError if it is not understood."""
+        sizes = {CONFIG: size_of(self.storage, CONFIG, MAX_FILE_BYTES, hint=HINT)}
+        _check_backends(self.storage)
+        contents, keys = self.read_contents(), [info.key for info in self.storage.list()]
+        if COMMON in keys or COMMON_STATE not in contents.blobs:
+            sizes[COMMON] = size_of(self.storage, COMMON, MAX_FILE_BYTES, hint=HINT)
+        others = [key for key in keys if key not in (CONFIG, COMMON, FILE) and not key.endswith(".distcp")]
+        if others:
+            text = f"{self.storage.url} holds {others[0]}, which is not read"
+            raise UserError(text, hint="save it by torch_dist alone")
+        beside = {FILES + name: Place(name, 0, size) for name, size in sizes.items()}
+        return replace(contents, blobs={**contents.blobs, **beside})
+
+
+def _check_backends(storage: Storage) -> None:
+    where = f"{storage.url}/{CONFIG}"
+    with checked(f"{where} is not what megatron-core writes"):
+        config = json.loads(storage.read(CONFIG))
+        named = {key: config.get(key, BACKENDS[key]) for key in BACKENDS}
+    if named != BACKENDS or "sharded_backend" not in config:
+        wrong = ", ".join(f"{key} {shown(value)}" for key, value in named.items() if value != BACKENDS[key])
+        text = f"{where} says {wrong or 'no backend'}, which is not read"
+        raise UserError(text, hint="save it with --dist-ckpt-format torch_dist")

@@ -16,15 +16,14 @@ from functools import cached_property
 from typing import Any
 
 from ckptkit.foreign.checks import FETCH, checked
-from ckptkit.foreign.folder import ForeignFolder
-from ckptkit.foreign.folder_source import FolderSource
+from ckptkit.foreign.folder import FolderSource, ForeignFolder
 from ckptkit.foreign.stored_parts import Found, stored_source, table_of
 from ckptkit.foreign.torch_files.archive import description, read_archive
 from ckptkit.foreign.torch_files.zip_reader import Ints, StoredTensor
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import shown_names
-from ckptkit.model.box import Box
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.tensor import Box
 from threefold.cli import log
 from threefold.errors import CheckFailed, UserError, listed
 

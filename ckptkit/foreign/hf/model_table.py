@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ckptkit.model.box import Box
-from ckptkit.model.placement import Cut, Placement
+from ckptkit.model.tensor import Box, Cut, Placement
 
 ROUND_VOCAB_TO = 128  # as the trainer's default
 BEYOND_KEYS = (  # of a model that the trainer does not train

@@ -11,8 +11,8 @@ from typing import Any
 from ckptkit.check.slabs import read_whole
 from ckptkit.foreign.hf.contents import CONFIG, FILES, carried, model_of, read_json
 from ckptkit.foreign.hf.families import Family, family_for
+from ckptkit.foreign.hf.folder import INDEX_SUFFIX, METADATA, SUFFIX
 from ckptkit.foreign.hf.model_table import ModelTable, Row
-from ckptkit.foreign.hf.safetensors_folder import INDEX_SUFFIX, METADATA, SUFFIX
 from ckptkit.format.root import Root
 from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo

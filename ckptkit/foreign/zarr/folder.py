@@ -21,16 +21,13 @@ from typing import Any
 import numpy as np
 
 from ckptkit.foreign.checks import FETCH, words_of
-from ckptkit.foreign.folder import NOTE, ForeignFolder
-from ckptkit.foreign.folder_source import FolderFiles, FolderSource
+from ckptkit.foreign.folder import NOTE, FolderFiles, FolderSource, ForeignFolder
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor, read_tensors
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.torch_tensors import STORED
-from ckptkit.model.box import Box
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Placement, TensorInfo
 from ckptkit.plan.stored import StoredChunks
 from threefold.cli import log
 from threefold.errors import CheckFailed, UserError, listed, quoted

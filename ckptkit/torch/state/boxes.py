@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ckptkit.io.torch_tensors import STORED, no_memory
-from ckptkit.model.box import Box
 from ckptkit.model.mesh_cut import MeshPart, mesh_cut
+from ckptkit.model.tensor import Box
 from ckptkit.torch.state.shards import is_shard, shard_parts, whole_shape
 from threefold.errors import UserError
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from ckptkit.format.state_tree import Node, decoded, fields, items_of, leaves, part, resolved
 from ckptkit.io.torch_tensors import NAMES, STORED
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.mesh_cut import MeshPart
+from ckptkit.model.tensor import Box, Piece
 from ckptkit.torch.state.boxes import (
     HeldParts,
     as_stored,

@@ -12,8 +12,7 @@ from ckptkit.io.torch_tensors import NAMES
 from ckptkit.loading.exchange import agreed
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import read_trees, restore_from
-from ckptkit.model.box import Box, Piece
-from ckptkit.model.tensor import ITEMSIZE
+from ckptkit.model.tensor import ITEMSIZE, Box, Piece
 from ckptkit.torch.state.objects import RNG
 from threefold.errors import UserError
 from threefold.installing import NEWER

@@ -18,8 +18,7 @@ import torch
 
 from ckptkit.format.state_tree import METADATA, STATE_NAME, VERSION, base_of, part
 from ckptkit.loading.exchange import Exchange, agreed
-from ckptkit.model.box import Box, Piece
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Piece, TensorInfo
 from ckptkit.torch.state.boxes import as_stored, flat_of, region
 from ckptkit.torch.state.capture import Entry, Leaf, capture
 from ckptkit.torch.state.objects import RNG

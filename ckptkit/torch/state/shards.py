@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ckptkit.model.box import Box
 from ckptkit.model.mesh_cut import MeshPart
+from ckptkit.model.tensor import Box
 from threefold.errors import UserError
 
 OF_SLICES = ("global_offsets", "local_offsets", "local_sizes")

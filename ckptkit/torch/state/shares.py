@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.model.box import Box
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Box, Placement, TensorInfo
 from ckptkit.model.zero import bucket_offsets, overlaps, shard_interval
 from threefold.errors import UserError, listed
 

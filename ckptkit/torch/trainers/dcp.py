@@ -40,17 +40,14 @@ from torch.futures import Future
 
 from ckptkit.format.address import open_address
 from ckptkit.format.dcp_state import METADATA, DcpState, checked_path
-from ckptkit.format.keys import check_step, step_folder
+from ckptkit.format.keys import Seat, check_step, step_folder
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.format.tensor_rows import check_tensor
 from ckptkit.io.torch_tensors import STORED
 from ckptkit.loading.restore import restore_from
 from ckptkit.loading.roots import root_info
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo, tensor_table
+from ckptkit.model.tensor import Box, Piece, Placement, TensorInfo, tensor_table
 from ckptkit.runs.run import Run
 from ckptkit.saving.save import write_pieces
 from ckptkit.torch.state.boxes import as_stored, flat_of

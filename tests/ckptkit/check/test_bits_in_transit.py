@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ckptkit.check.verify import verify_checkpoint
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import committed_attempt
 from ckptkit.model.layout import ParallelLayout

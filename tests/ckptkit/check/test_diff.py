@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from ckptkit.check.diff import CheckpointDifference, Tolerance, compare, diff_checkpoints
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Placement, TensorInfo
 from ckptkit.rewrite.reshard import reshard
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values

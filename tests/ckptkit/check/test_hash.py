@@ -9,8 +9,7 @@ import xxhash
 from ckptkit.check.hash import hash_checkpoint
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Placement, TensorInfo
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.storage import open_storage

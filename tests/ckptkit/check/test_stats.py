@@ -13,8 +13,7 @@ from ckptkit.check.inspect import describe
 from ckptkit.check.stats import HEIGHT, TensorStatistics, bars, render_statistics, statistics_of, tensor_statistics
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Placement, TensorInfo
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.numbers import LAYERS, NUMPY, exact, layouts, random_array, tables

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.format.keys import Seat
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import root_info
 from ckptkit.model.layout import ParallelLayout

@@ -6,10 +6,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckptkit.format.data_file import DATA_ALIGNMENT
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Piece, Placement, TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.support.checkpoints import cut
 from tests.ckptkit.support.model_tables import NUMPY, gpt_tensors, rank_chunks, values

@@ -21,9 +21,9 @@ from ckptkit.format.keys import part_keys
 from ckptkit.format.part_index import MAX_INDEX_BYTES, PartIndex
 from ckptkit.format.root import MAX_ROOT_BYTES, Part, Root
 from ckptkit.io.blocks import xxh3_64
-from ckptkit.model.box import Piece
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.tensor import Piece
 from ckptkit.plan.load_plan import plan_load
 from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.support.checkpoints import stored_chunks

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from ckptkit.format.data_file import DataFile
 from ckptkit.format.part_index import DTYPES, PartIndex
 from ckptkit.io.blocks import num_granules, xxh3_64
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.chunk_table import ChunkTable, TensorColumns
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Box, Piece, Placement, TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.support.model_tables import gpt_tensors, rank_chunks
 from threefold.errors import CheckFailed, UserError

@@ -15,8 +15,7 @@ from ckptkit.format.root import Part, Root, Share
 from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Cut, Placement, TensorInfo
 from threefold.errors import CheckFailed, UserError
 
 ROOT = Root(

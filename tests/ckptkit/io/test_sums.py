@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from ckptkit.io.blocks import NOWHERE, SumPlaces, checksums
 from ckptkit.io.data_files import open_reader, open_writer
 from ckptkit.io.sums import ChunkSums
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Box, Placement, TensorInfo
 from tests.ckptkit.support.checkpoints import cut
 from threefold.storage import open_storage
 

@@ -11,7 +11,7 @@ from ckptkit.check.diff import diff_checkpoints
 from ckptkit.check.hash import hash_checkpoint
 from ckptkit.check.verify import check_files
 from ckptkit.foreign.dcp.export import export_dcp
-from ckptkit.foreign.folder_source import FolderSource
+from ckptkit.foreign.folder import FolderSource
 from ckptkit.foreign.kinds import folder_of
 from ckptkit.foreign.zarr.export import export_tensorstore
 from ckptkit.loading.chunk_source import ChunkSource, RewriteSource
@@ -19,8 +19,8 @@ from ckptkit.loading.reader import MOVED, MOVED_TO_PLACES, CheckpointReader
 from ckptkit.loading.restore import restore_from
 from ckptkit.mapping.mapper import Mapper
 from ckptkit.mapping.source import MappedSource
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.tensor import Box, Piece
 from ckptkit.rewrite.reshard import reshard
 from ckptkit.saving.save import save
 from tests.ckptkit.support.model_tables import gpt_tensors, values

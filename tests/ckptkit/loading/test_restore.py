@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from ckptkit.io.blocks import GRANULE_BYTES
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore, restore_from
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Piece, TensorInfo
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import ONE, ROOT, SMALL, assert_holds, assert_restored, pieces_of, save_whole
 from threefold.errors import CheckFailed, UserError

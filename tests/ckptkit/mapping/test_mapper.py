@@ -22,8 +22,7 @@ from ckptkit.mapping.mapper import Mapper
 from ckptkit.mapping.rules import NamePattern
 from ckptkit.mapping.source import MappedSource
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Placement, TensorInfo
 from ckptkit.rewrite.reshard import ReshardReport, reshard
 from ckptkit.rewrite.shard import Shard
 from tests.ckptkit.support.checkpoints import write_checkpoint

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.chunk_table import ChunkTable, TensorColumns
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Piece, Placement, TensorInfo
 from threefold.errors import UserError
 
 SHAPES = {"a": (4, 6), "b": (6,), "c": (), "d": (0, 3), "e": (4, 6)}

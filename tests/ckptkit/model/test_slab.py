@@ -6,10 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.model.box import Box
-from ckptkit.model.placement import Placement
 from ckptkit.model.slab import STEP_BYTES, positions_before, slab_batches
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Placement, TensorInfo
 from tests.ckptkit.support.model_tables import gpt_tensors
 
 

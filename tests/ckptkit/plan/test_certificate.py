@@ -8,8 +8,7 @@ import pytest
 from ckptkit.format.root import Root
 from ckptkit.model.chunk_table import TensorColumns
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Placement, TensorInfo
 from ckptkit.plan.certificate import KIND, TensorSums, differing, digest, is_readable, joined
 from threefold.errors import CheckFailed
 

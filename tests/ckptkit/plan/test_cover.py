@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.format.part_index import PartIndex
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
 from ckptkit.model.ranks import RankChunk
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Placement, TensorInfo
 from ckptkit.plan.cover import MAX_SEARCHED, Cover
 from tests.ckptkit.plan.test_load_plan import layouts, partitions, shapes
 from tests.ckptkit.support.checkpoints import cut, stored_chunks

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import GRANULE_BYTES
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.chunk_table import ChunkTable, TensorColumns
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.ranks import RankChunk
-from ckptkit.model.tensor import TensorInfo, storage_order
+from ckptkit.model.tensor import Box, Cut, Piece, Placement, TensorInfo, storage_order
 from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.plan.stored import Bounds

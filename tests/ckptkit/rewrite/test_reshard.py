@@ -20,8 +20,7 @@ from ckptkit.format.saved import Saved
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Cut, Placement, TensorInfo
 from ckptkit.rewrite.reshard import reshard
 from ckptkit.rewrite.target_files import FileWriter
 from ckptkit.writer.commit import commit_root

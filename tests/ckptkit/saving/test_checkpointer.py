@@ -19,8 +19,7 @@ from ckptkit.check.verify import verify_checkpoint
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Placement, TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions

@@ -12,7 +12,7 @@ import pytest
 
 from ckptkit.handoff.block_layout import BLOCK_BYTES
 from ckptkit.io.torch_tensors import Bytes, host_addresses
-from ckptkit.model.box import Piece
+from ckptkit.model.tensor import Piece
 from ckptkit.saving import save as save_module
 from ckptkit.saving import staging as staging_module
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions

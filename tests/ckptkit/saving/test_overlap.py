@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.handoff.block_layout import BLOCK_BYTES
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, StagedFile
 from ckptkit.handoff.ring_signals import RingSignals
 from ckptkit.loading.restore import restore
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Piece, TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions

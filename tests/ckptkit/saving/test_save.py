@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.check.verify import verify_checkpoint
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps

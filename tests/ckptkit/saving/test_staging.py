@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from ckptkit.format.keys import Seat
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, message_of
 from ckptkit.io.torch_tensors import are_contiguous, held_by, host_addresses, is_on_host, num_bytes

@@ -9,9 +9,8 @@ from ckptkit.format.keys import ROOT_KEY, part_keys, step_folder
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import checksums, xxh3_64
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Piece, TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
 from tests.ckptkit.support.model_tables import rank_chunks

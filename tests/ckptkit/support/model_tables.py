@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckptkit.model.layout import Coords, ParallelLayout
-from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.ranks import Partition, RankChunk
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Cut, Placement, TensorInfo
 
 NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
 

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, Cut, Placement, TensorInfo
 
 NUMPY = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64, "I32": np.int32,

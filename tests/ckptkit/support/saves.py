@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from ckptkit.format.keys import ROOT_KEY
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Piece, TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
 from tests.ckptkit.support.model_tables import NUMPY, gpt_tensors, rank_chunks, values

@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ckptkit.format.keys import attempt_of, step_folder
+from ckptkit.format.keys import Seat, attempt_of, step_folder
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.loading.roots import latest_step, root_key
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps

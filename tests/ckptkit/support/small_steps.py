@@ -6,17 +6,14 @@ from functools import cache
 import numpy as np
 
 from ckptkit.check.hash import hash_checkpoint
-from ckptkit.format.keys import step_folder
+from ckptkit.format.keys import Seat, step_folder
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import num_granules, xxh3_64
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore_from
 from ckptkit.loading.roots import read_root
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Cut, Piece, Placement, TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.writer.retries import Retries
 from ckptkit.writer.step import PartSource, StepTarget, write_step

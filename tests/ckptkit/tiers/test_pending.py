@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, TierCopy
 from ckptkit.runs.retention import Retention
 from ckptkit.tiers.pending import PendingCopies

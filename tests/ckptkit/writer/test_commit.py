@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.format.keys import part_keys, step_folder
+from ckptkit.format.keys import Seat, part_keys, step_folder
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
-from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import num_granules, xxh3_64
 from ckptkit.loading.roots import committed_attempt, read_root
 from ckptkit.model.chunk_table import ChunkTable

@@ -13,13 +13,12 @@ import pytest
 
 from ckptkit.check.hash import hash_checkpoint
 from ckptkit.check.verify import verify_checkpoint
-from ckptkit.format.keys import step_folder
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat, step_folder
 from ckptkit.handoff.protocol import SaveOutcome, TierCopy
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
-from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.tensor import Piece
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions

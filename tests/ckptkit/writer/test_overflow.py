@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, StagedFile
 from ckptkit.handoff.report import SaveReport
 from ckptkit.model.layout import ParallelLayout

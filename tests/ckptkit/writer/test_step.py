@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptkit.format.seat import Seat
+from ckptkit.format.keys import Seat
 from ckptkit.loading.roots import root_key
 from ckptkit.model.layout import ParallelLayout
 from tests.ckptkit.support.small_steps import half_of, save_rank, save_ranks

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import trainer
 from ckptkit.model.layout import Coords, ParallelLayout
-from ckptkit.model.placement import Cut, Placement
+from ckptkit.model.tensor import Cut, Placement
 from tests.trainer.support.ranks import run_ranks
 from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import Coords, ParallelLayout
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Cut, Piece, Placement, TensorInfo
 from tests.support.checks import require_equal
 from tests.trainer.support.global_state import assembled
 from tests.trainer.support.parity import config_for

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.model.box import Piece
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Piece, TensorInfo
 from tests.support.checks import require_equal
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}

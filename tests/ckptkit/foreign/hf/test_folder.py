@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.foreign.folder_source import FolderSource
+from ckptkit.foreign.folder import FolderSource
 from ckptkit.foreign.hf.folder import HfFolder
 from ckptkit.foreign.hf.model_table import BEYOND_KEYS, ModelTable
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import Coords, ParallelLayout
+from ckptkit.model.tensor import Box
 from tests.ckptkit.support.hf_folders import EXPERTS, HIDDEN, write_folder
 from threefold.errors import CheckFailed, UserError
 

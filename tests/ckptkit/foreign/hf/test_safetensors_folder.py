@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.cli import main
-from ckptkit.foreign.hf.safetensors_folder import SafetensorsFolder
+from ckptkit.foreign.hf.folder import SafetensorsFolder
 from tests.ckptkit.support.hf_folders import write_folder
 from threefold.errors import CheckFailed, UserError
 

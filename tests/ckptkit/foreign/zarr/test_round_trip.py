@@ -13,10 +13,8 @@ from ckptkit.cli import main
 from ckptkit.foreign.zarr import export as tensorstore_export
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Cut, Placement, TensorInfo
 from tests.ckptkit.support.forged import forge
 from tests.ckptkit.support.model_tables import values
 from tests.ckptkit.support.saves import save_whole

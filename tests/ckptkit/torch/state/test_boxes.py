@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ckptkit.model.box import Box
+from ckptkit.model.tensor import Box
 from ckptkit.torch.state.shares import RankTensor, shares_of, table_of
 
 

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.model.box import Box
 from ckptkit.model.layout import Axis, Coords, ParallelLayout, rank_stages, stage_layers, stage_rank
-from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import Box, Cut, Placement, TensorInfo
 from tests.ckptkit.plan.test_cover import faults_of
 from tests.ckptkit.plan.test_load_plan import load, save
 from tests.ckptkit.support.checkpoints import cut
