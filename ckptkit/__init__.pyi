@@ -41,13 +41,13 @@ from ckptkit.rewrite.copy import copy_step as copy_step
 from ckptkit.rewrite.reshard import reshard as reshard
 from ckptkit.rewrite.shard import Shard as Shard
 from ckptkit.runs.catalogue import committed_steps as committed_steps
+from ckptkit.runs.catalogue import pin as pin
+from ckptkit.runs.catalogue import unpin as unpin
 from ckptkit.runs.fallback import Candidate as Candidate
 from ckptkit.runs.fallback import first_sound as first_sound
 from ckptkit.runs.fallback import identified as identified
 from ckptkit.runs.fallback import restore_newest as restore_newest
 from ckptkit.runs.fallback import set_aside as set_aside
-from ckptkit.runs.pins import pin as pin
-from ckptkit.runs.pins import unpin as unpin
 from ckptkit.runs.pruning import prune as prune
 from ckptkit.runs.retention import Retention as Retention
 from ckptkit.runs.run import Run as Run

@@ -11,10 +11,10 @@ from datakit.format.origins import Origin as Origin
 from datakit.format.shard import TokenShard as TokenShard
 from datakit.loading.loader import Loader as Loader
 from datakit.order.blend import Blend as Blend
-from datakit.order.cursor import Cursor as Cursor
 from datakit.order.megatron_blend import MegatronBlend as MegatronBlend
 from datakit.order.mixture import Mixture as Mixture
 from datakit.order.mixture import Segment as Segment
+from datakit.order.stream_record import Cursor as Cursor
 from datakit.order.stream_record import Recorded as Recorded
 from datakit.order.stream_record import StreamRecord as StreamRecord
 from datakit.preprocessing.preprocess import preprocess as preprocess

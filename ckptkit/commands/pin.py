@@ -16,7 +16,7 @@ class Options(OfSteps):
 
 def run(options: Options) -> None:
     """Pin steps: no retention policy deletes them, whatever it asks."""
-    from ckptkit.runs.pins import pin
+    from ckptkit.runs.catalogue import pin
     from ckptkit.runs.run import resolve
 
     each_step(options, "pinned", resolve, partial(pin, note=options.note))

@@ -13,6 +13,6 @@ class Options(OfSteps):
 def run(options: Options) -> None:
     """Take the pins of steps away."""
     from ckptkit.format.address import open_address
-    from ckptkit.runs.pins import unpin
+    from ckptkit.runs.catalogue import unpin
 
     each_step(options, "unpinned", open_address, unpin)  # also of a step whose root is gone

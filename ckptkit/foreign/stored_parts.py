@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptkit.foreign.folder import FolderFiles, FolderSource
-from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES, Ints, StoredTensor
+from ckptkit.foreign.torch_files.archive import ITEMSIZES, Ints, StoredTensor
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from ckptkit.format.keys import ASIDE_NAME, DAMAGED_ROOT_KEY, attempt_of, is_of_step, parse_step_folder, step_folder
 from ckptkit.loading.roots import at_once, read_root, root_info, root_key
-from ckptkit.runs.catalogue import ListedStep
-from ckptkit.runs.pins import pin_key
+from ckptkit.runs.catalogue import ListedStep, pin_key
 from ckptkit.runs.record import StepRecord
 from ckptkit.runs.temporaries import EmptyFolder, Temporary, empty_folders, remove_folder, steps_on_disk, temporaries
 from threefold.storage import ObjectInfo, Storage

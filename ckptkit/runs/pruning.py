@@ -18,9 +18,8 @@ from shlex import quote
 
 from ckptkit.format.keys import ASIDE_NAME, DAMAGED_ROOT_KEY, attempt_of, step_folder
 from ckptkit.loading.roots import at_once, root_info, root_key
-from ckptkit.runs.catalogue import ListedStep, committed_roots, listed_steps, no_step
+from ckptkit.runs.catalogue import ListedStep, committed_roots, listed_steps, no_step, pin_key, refuse_pinned
 from ckptkit.runs.debris import Debris
-from ckptkit.runs.pins import pin_key, refuse_pinned
 from ckptkit.runs.record import Records, StepRecord
 from ckptkit.runs.retention import Retention, expired, places_filled, reasons_to_keep
 from ckptkit.runs.temporaries import Temporary, temporaries

@@ -18,8 +18,7 @@ from ckptkit.loading.chunk_source import reading_threads
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import at_once, read_root, root_info
 from ckptkit.plan.cover import Cover
-from ckptkit.runs.catalogue import ListedStep
-from ckptkit.runs.pins import pin_note
+from ckptkit.runs.catalogue import ListedStep, pin_note
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 

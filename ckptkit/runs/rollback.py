@@ -13,8 +13,7 @@ from shlex import quote
 
 from ckptkit.format.keys import DAMAGED_ROOT_KEY, aside_key, step_folder
 from ckptkit.loading.roots import at_once, attempt_seen, committed_attempt, is_medium_error, root_info, root_key
-from ckptkit.runs.catalogue import ListedStep, listed_steps, no_step
-from ckptkit.runs.pins import pin_key, refuse_pinned
+from ckptkit.runs.catalogue import ListedStep, listed_steps, no_step, pin_key, refuse_pinned
 from ckptkit.runs.record import what_is_wrong
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage

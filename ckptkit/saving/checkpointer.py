@@ -23,11 +23,9 @@ from ckptkit.model.layout import ParallelLayout, check_rank
 from ckptkit.model.tensor import Piece, TensorInfo
 from ckptkit.saving.client import WriterProcess
 from ckptkit.saving.code_version import git_commit
-from ckptkit.saving.options import CheckpointerOptions
-from ckptkit.saving.places import check_writable, open_tiers
+from ckptkit.saving.options import CheckpointerOptions, check_writable, open_tiers
 from ckptkit.saving.running_save import RunningSave, no_change
-from ckptkit.saving.staging import Arena, Staging
-from ckptkit.saving.template import SaveTemplate
+from ckptkit.saving.staging import Arena, SaveTemplate, Staging
 from ckptkit.tiers.pending import PendingCopies
 from ckptkit.writer.commit import KILLED
 from threefold.cli import log

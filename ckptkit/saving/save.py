@@ -22,8 +22,7 @@ from ckptkit.io.torch_tensors import Transfer, check_memory
 from ckptkit.model.layout import ParallelLayout, check_rank
 from ckptkit.model.tensor import Piece, TensorInfo, tensor_table
 from ckptkit.plan.save_plan import plan_save
-from ckptkit.saving.staging import BlockCopies
-from ckptkit.saving.template import piece_sizes
+from ckptkit.saving.staging import BlockCopies, piece_sizes
 from ckptkit.writer.step import PartSource, StepTarget, write_step
 from threefold.errors import UserError
 

@@ -19,7 +19,7 @@ def run(options: Options) -> int:
     """
     from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME
     from datakit.reports.verification import Fault, verify
-    from datakit.rows.packing_index import RECORD_NAME
+    from datakit.rows.packed_rows import RECORD_NAME
 
     try:
         faults = verify(options.store)

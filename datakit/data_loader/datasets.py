@@ -31,7 +31,7 @@ from datakit.data_loader.shared_place import SharedPlace
 from datakit.loading.loader import Loader
 from datakit.order.arguments import whole_number
 from datakit.order.blend import Blend
-from datakit.order.cursor import Cursor
+from datakit.order.stream_record import Cursor
 from threefold.errors import UserError
 from threefold.packages import needed_for
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from datakit.data_loader.datasets import StreamDataset
 from datakit.order.arguments import require
-from datakit.order.cursor import Cursor
+from datakit.order.stream_record import Cursor
 from threefold.errors import UserError
 
 HINT = 'kept.keep(batch) after each step of DataLoader(StreamDataset(...), batch_size=None): it needs batch["cursor"]'

@@ -2,7 +2,7 @@
 
 Opening costs O(1): the header and the file sizes are checked, nothing else is read; both files are memory-mapped, and
 no file descriptor stays open. The layout is in docs/formats/token-store.md. A damaged pair is a CheckFailed that
-names the file and the fault.
+names the file and the fault. A RemoteShard has the index alone, and fetches the tokens of single documents.
 """
 
 import ctypes
@@ -113,6 +113,24 @@ class TokenShard:
         if odd or length < 0 or not 0 <= start <= start + length <= len(self.tokens):
             raise damaged(f"{self.idx_path} is damaged: sequence {number} is {length} tokens at byte {pointer}")
         return self.tokens[start : start + length]
+
+
+class RemoteShard(TokenShard):
+    """A shard whose tokens are not mapped."""
+
+    def __init__(self, index: ShardIndex, bin_path: Path, num_tokens: int, read: Callable[[int, int], Tokens]) -> None:
+        """Take what messages name its tokens by, how many they are, and what returns those in bytes [start, stop)."""
+        self._bin, self.index, self._num_tokens, self._read = bin_path, index, num_tokens, read
+        self.dtype, self.num_documents = index.dtype, index.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the shard holds."""
+        return self._num_tokens
+
+    def _sequence(self, number: int) -> Tokens:
+        start = int(self.index.pointers[number])
+        return self._read(start, start + int(self.index.lengths[number]) * self.dtype.itemsize)
 
 
 class ShardWriter:

@@ -25,8 +25,7 @@ from datakit.loading.making_thread import MadeAhead, MakingThread
 from datakit.loading.read_ahead import ReadAhead
 from datakit.order.arguments import require, whole_number
 from datakit.order.blend import Blend
-from datakit.order.cursor import Cursor
-from datakit.order.stream_record import StreamRecord
+from datakit.order.stream_record import Cursor, StreamRecord
 from threefold.closing import Closing
 from threefold.errors import UserError
 

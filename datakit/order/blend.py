@@ -20,17 +20,15 @@ import orjson
 import xxhash
 
 from datakit.batches.batch import PLAIN, BatchOptions, Bytes, HostBatch
-from datakit.batches.batches import Batches
+from datakit.batches.gather import Batches
 from datakit.batches.row_pieces import CutRows
 from datakit.format.shard import Int64s
 from datakit.order.arguments import sample_numbers, stores_of, whole_number
-from datakit.order.copies import names_of, places_of_copies
-from datakit.order.cursor import Cursor
 from datakit.order.document_masks import DocumentMasks
 from datakit.order.epochs import Epochs
 from datakit.order.mixture import Change, Mixture, Segment, segment_of, weight_of
-from datakit.order.sources import Sources
-from datakit.order.stream_record import Source, StreamRecord
+from datakit.order.sources import Sources, names_of, places_of_copies
+from datakit.order.stream_record import Cursor, Source, StreamRecord
 from datakit.shards.block_cache import BlockCache
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError, quoted

@@ -16,11 +16,10 @@ import numpy.typing as npt
 from datakit.format.native import library
 from datakit.format.shard import Int64s
 from datakit.order.blend import Blend
-from datakit.order.cursor import Cursor
 from datakit.order.document_masks import DocumentMasks
 from datakit.order.mixture import Mixture, Segment
 from datakit.order.sources import Sources
-from datakit.order.stream_record import Source, StreamRecord
+from datakit.order.stream_record import Cursor, Source, StreamRecord
 from datakit.rows.megatron_order import MAX_SEED, MAX_SOURCES, MegatronOrder, normalized
 from datakit.rows.megatron_rows import MegatronChoice, MegatronRows
 from datakit.store.token_store import TokenStore

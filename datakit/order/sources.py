@@ -4,15 +4,26 @@ A segment with another length ends all sources of before and lets new ones join,
 the mixture needs to know nothing of it, and samples before the segment stay. With stores a and b, and rows of 8 tokens
 that have 16 from sample 40 on, the sources are a and b in rows of 8, a and b in rows of 16. From sample 40 on the first
 two have weight 0. A store that a length does not read makes no source of it, and needs no index of its rows.
+
+A store that is named twice, or beside its copy, has an order of its own each time. It is named by the content: the
+fingerprint, and `#k` after it if k sources with that fingerprint are read before it in rows of the same length. So
+stores a, b and a copy of a are named A, B and A#1. A source counts from the sample on at which it is first read, then
+by its number: what joins a stream later never renames what was read before.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from datakit.format.shard import Int64s
 from datakit.order.mixture import Segment, check_weights
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError
+
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +125,19 @@ def _spread(weights: Sequence[float], number_of: dict[tuple[int, int], int], era
         if weight:
             found[number_of[era, store]] = weight
     return tuple(found)
+
+
+def places_of_copies(sources: Sources, names: Sequence[str]) -> list[str]:
+    """Return the places of the first sources that are copies by their names, each once."""
+    return list(dict.fromkeys(store.place for store, name in zip(sources.stores, names) if "#" in name))[:_MAX_NAMED]
+
+
+def names_of(sources: Sources, first_samples: Int64s) -> list[str]:
+    """Return the names of the orders of all sources, each of which is first read at such a sample."""
+    names, seen = [store.fingerprint for store in sources.stores], Counter[tuple[int, str]]()
+    for source in np.argsort(first_samples, kind="stable").tolist():
+        content = sources.eras[source], names[source]
+        if seen[content]:
+            names[source] += f"#{seen[content]}"
+        seen[content] += 1
+    return names

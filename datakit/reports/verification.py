@@ -20,7 +20,7 @@ from datakit.files.durable import FileDigest, reading
 from datakit.format.manifest import ARCHIVE_NAME, FILE_NAME, Manifest, is_plain_folder
 from datakit.format.shard import HEADER, ShardIndex
 from datakit.format.shard_entry import ShardEntry
-from datakit.rows.packing_index import COLUMNS, column_path, read_record
+from datakit.rows.packed_rows import COLUMNS, column_path, read_record
 from datakit.shards.folder_shards import FolderShards
 from datakit.shards.store_source import SourceFile, StoreSource
 from datakit.store.token_store import TokenStore

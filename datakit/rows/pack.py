@@ -25,7 +25,7 @@ from datakit.format.manifest import FILE_NAME
 from datakit.format.native import library
 from datakit.format.output import ASSEMBLY_NOTE, Output
 from datakit.format.shard import Int64s
-from datakit.rows.packing_index import (
+from datakit.rows.packed_rows import (
     COLUMNS,
     PACKINGS,
     RECORD_NAME,

@@ -19,13 +19,12 @@ import numpy.typing as npt
 from datakit.files.durable import reading
 from datakit.format.manifest import STORE_DTYPES
 from datakit.format.origins import Origins
-from datakit.format.shard import Int64s, ShardIndex, Tokens, TokenShard
+from datakit.format.shard import Int64s, RemoteShard, ShardIndex, Tokens, TokenShard
 from datakit.shards import shard_tokens
 from datakit.shards.block_cache import BlockCache, NotHeldError, shared_cache
 from datakit.shards.document_places import BYTES_A_DOCUMENT, ColumnPlaces, encode_places
 from datakit.shards.holdings import Kind
 from datakit.shards.kept_open import Bound, KeptOpen
-from datakit.shards.remote_shard import RemoteShard
 from datakit.shards.shard_file import FilePiece, ShardFile
 from datakit.shards.shard_tokens import (
     NO_STRETCHES,

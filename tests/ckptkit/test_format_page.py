@@ -227,7 +227,7 @@ def save(folder: Path, arrays: dict[str, np.ndarray]) -> Reader:
 def test_a_reader_written_from_the_page_rebuilds_every_tensor(
     tmp_path: Path, max_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.saving.template.plan_save", partial(plan_save, max_chunks=max_chunks))
+    monkeypatch.setattr("ckptkit.saving.staging.plan_save", partial(plan_save, max_chunks=max_chunks))
     arrays = arrays_of(TENSORS)
     reader = save(tmp_path, arrays)
     assert (len(reader.root["parts"]) > 2) == (max_chunks == 4)

@@ -26,8 +26,7 @@ from ckptkit.loading.roots import latest_step, read_root, root_info
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.copy import copy_step
 from ckptkit.rewrite.reshard import reshard
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.pins import pin, unpin
+from ckptkit.runs.catalogue import committed_steps, pin, unpin
 from ckptkit.runs.pruning import prune, remove
 from ckptkit.runs.record import what_is_wrong
 from ckptkit.runs.retention import Retention

@@ -25,8 +25,8 @@ from ckptkit.foreign.folder import FolderSource, ForeignFolder
 from ckptkit.foreign.hf.contents import FILES, INDEX, WEIGHTS, read_places
 from ckptkit.foreign.safetensors_file import ForeignTensor, read_file
 from ckptkit.foreign.stored_parts import Found, Place, stored_source, table_of
+from ckptkit.foreign.torch_files.archive import StoredTensor, read_tensor
 from ckptkit.foreign.torch_files.restricted_pickle import MAX_BYTES
-from ckptkit.foreign.torch_files.zip_reader import StoredTensor, read_tensor
 from ckptkit.format.dcp_state import METADATA, DcpState
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import shown_names

@@ -9,9 +9,9 @@ from typing import Any
 
 from ckptkit.foreign.checks import checked, inner_file, row_of_sizes, shown
 from ckptkit.foreign.stored_parts import Place
+from ckptkit.foreign.torch_files.archive import ITEMSIZES
 from ckptkit.foreign.torch_files.pickle_writer import Call, Global, Made, Pairs, pickled
 from ckptkit.foreign.torch_files.restricted_pickle import Name, Record, parsed
-from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES
 from ckptkit.format.dcp_state import Path, checked_path
 from threefold.errors import UserError
 

@@ -18,8 +18,7 @@ from typing import Any
 from ckptkit.foreign.checks import FETCH, checked
 from ckptkit.foreign.folder import FolderSource, ForeignFolder
 from ckptkit.foreign.stored_parts import Found, stored_source, table_of
-from ckptkit.foreign.torch_files.archive import description, read_archive
-from ckptkit.foreign.torch_files.zip_reader import Ints, StoredTensor
+from ckptkit.foreign.torch_files.archive import Ints, StoredTensor, description, read_archive
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import shown_names
 from ckptkit.model.layout import ParallelLayout

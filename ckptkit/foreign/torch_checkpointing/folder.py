@@ -18,9 +18,8 @@ from typing import Any
 from ckptkit.foreign.checks import checked, checked_size, inner_file, row_of_sizes, shown
 from ckptkit.foreign.folder import FolderSource, ForeignFolder
 from ckptkit.foreign.stored_parts import Found, stored_source, table_of
-from ckptkit.foreign.torch_files.archive import Local, dtype_of, read_archive
+from ckptkit.foreign.torch_files.archive import ITEMSIZES, Local, StoredTensor, dtype_of, read_archive
 from ckptkit.foreign.torch_files.restricted_pickle import MAX_BYTES, parsed
-from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES, StoredTensor
 from ckptkit.format.root import Root
 from ckptkit.format.state_tree import METADATA, STATE_NAME, VERSION, Encoder, Node, base_of, part
 from ckptkit.io.blocks import shown_names

@@ -5,8 +5,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.foreign.torch_files.archive import ITEMSIZES, STORAGES, Ints
 from ckptkit.foreign.torch_files.pickle_writer import Call, External, Global, pickled
-from ckptkit.foreign.torch_files.zip_reader import ITEMSIZES, STORAGES, Ints
 
 
 @dataclass(frozen=True, slots=True)

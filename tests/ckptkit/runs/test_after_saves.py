@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.loading.roots import read_root
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.pins import pin
+from ckptkit.runs.catalogue import committed_steps, pin
 from ckptkit.runs.pruning import Pruner
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions

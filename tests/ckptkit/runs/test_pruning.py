@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.loading.roots import read_root
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.pins import pin, pin_key, unpin
+from ckptkit.runs.catalogue import committed_steps, pin, pin_key, unpin
 from ckptkit.runs.pruning import prune
 from ckptkit.runs.retention import Retention
 from tests.ckptkit.support.saves import ROOT, strace

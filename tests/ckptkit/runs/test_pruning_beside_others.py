@@ -9,8 +9,7 @@ from threading import Barrier, Event
 import pytest
 
 from ckptkit.loading.roots import read_root
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.pins import pin, pin_key
+from ckptkit.runs.catalogue import committed_steps, pin, pin_key
 from ckptkit.runs.pruning import prune
 from ckptkit.runs.retention import Retention
 from tests.ckptkit.support.saves import SMALL, assert_holds, save_whole

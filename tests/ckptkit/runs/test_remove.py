@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit import Run
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.pins import pin
+from ckptkit.runs.catalogue import committed_steps, pin
 from ckptkit.runs.pruning import remove
 from tests.ckptkit.support.inline_pools import inline_pools
 from tests.ckptkit.support.programs import Killed

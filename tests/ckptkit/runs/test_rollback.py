@@ -10,8 +10,7 @@ from ckptkit import Run
 from ckptkit.format.keys import ASIDE_NAME, aside_key
 from ckptkit.loading.roots import latest_step, read_root, root_key
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.pins import pin, pin_key
+from ckptkit.runs.catalogue import committed_steps, pin, pin_key
 from ckptkit.runs.pruning import prune
 from ckptkit.runs.retention import Retention
 from ckptkit.runs.rollback import rollback, undo_rollback

@@ -205,7 +205,7 @@ def test_a_later_save_of_the_same_structure_plans_nothing(tmp_path: Path, monkey
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
         save_one(checkpointer, 1, tensors)
         for name in ("plan_save", "Root"):
-            monkeypatch.setattr(f"ckptkit.saving.template.{name}", None)
+            monkeypatch.setattr(f"ckptkit.saving.staging.{name}", None)
         monkeypatch.setattr("ckptkit.saving.staging.Arena.put", None)
         save_one(checkpointer, 2, tensors, scale=2, note="metadata is new")
         assert all(report.ok for report in checkpointer.wait())

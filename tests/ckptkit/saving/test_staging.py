@@ -16,9 +16,8 @@ from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, message_of
 from ckptkit.io.torch_tensors import are_contiguous, held_by, host_addresses, is_on_host, num_bytes
 from ckptkit.runs.retention import Retention
-from ckptkit.saving import template as template_module
-from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
-from ckptkit.saving.template import SaveTemplate
+from ckptkit.saving import staging as template_module
+from ckptkit.saving.staging import ALIGNMENT, Arena, SaveTemplate, Staging
 from tests.ckptkit.support.model_tables import values
 from tests.ckptkit.support.saves import ONE, SMALL, pieces_of
 

@@ -18,8 +18,7 @@ from ckptkit.format.keys import Seat, attempt_of, step_folder
 from ckptkit.format.root import Root
 from ckptkit.loading.roots import latest_step, root_key
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.pins import pin, unpin
+from ckptkit.runs.catalogue import committed_steps, pin, unpin
 from ckptkit.runs.pruning import Pruner, prune
 from ckptkit.runs.retention import Retention
 from ckptkit.writer.commit import NotCommitted

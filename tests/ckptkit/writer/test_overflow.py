@@ -14,8 +14,7 @@ from ckptkit.format.keys import Seat
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, StagedFile
 from ckptkit.handoff.report import SaveReport
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.pins import pin
+from ckptkit.runs.catalogue import committed_steps, pin
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Tier

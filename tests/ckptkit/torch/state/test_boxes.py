@@ -3,7 +3,7 @@
 import numpy as np
 
 from ckptkit.model.tensor import Box
-from ckptkit.torch.state.shares import RankTensor, shares_of, table_of
+from ckptkit.torch.state.saving import RankTensor, shares_of, table_of
 
 
 def test_replicas_are_written_once_in_equal_parts() -> None:

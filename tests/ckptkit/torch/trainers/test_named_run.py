@@ -11,8 +11,7 @@ import torch
 from ckptkit.saving.options import CheckpointerOptions
 from ckptkit.tiers.tier import Tier
 from ckptkit.torch import Run
-from ckptkit.torch.trainers.named_run import NamedRun, packed, unpacked
-from ckptkit.torch.trainers.step_names import NAMES_KEY, StepNames
+from ckptkit.torch.trainers.named_run import NAMES_KEY, NamedRun, StepNames, packed, unpacked
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
@@ -109,7 +108,7 @@ def test_a_step_without_a_name_stays_until_slower_tiers_have_it(
 
 
 def test_a_pinned_step_stays_without_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckptkit.runs.pins import pin
+    from ckptkit.runs.catalogue import pin
 
     run = opened(tmp_path)
     run.save("a", 1, state_at(1))
