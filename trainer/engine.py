@@ -5,6 +5,7 @@ tokens of the global batch, whose count is known before the first backward; the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from trainer.config.resolve import cuts_tokens, schedule_of, settled
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.chunk import Chunk
-from trainer.model.microbatch import Batch, DropoutKey, MicroBatch
+from trainer.model.microbatch import Batch, DropoutKey, MicroBatch, Scale
 from trainer.model.op_choices import choose_attention, first_choices
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
@@ -88,19 +89,20 @@ class Engine:
         """
         mesh, optim = self.mesh, self.config.optim
         mesh.clock.take()
-        num_tokens = mesh.dp.all_reduce(batch.loss_mask.sum(dtype=torch.float64))
-        scale = 1 / num_tokens.clamp(min=1)
+        counting = mesh.dp.start("all_reduce", batch.loss_mask.sum(dtype=torch.float64), "sum")
+        num_tokens = cache(counting.wait)  # by the first loss: it is behind the gathers, which the forward is beside
+        scale = cache(lambda: (1 / num_tokens().clamp(min=1)).to(wide_dtype(self.dtype)))
         self.store.begin_step()
         loss = self._run(
             schedule_of(self.config),
             self._microbatches(step, batch, scale=scale),
-            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum() * scale.to(loss_T.dtype),
+            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum() * scale(),
         )
         squares = self.store.finish_reduce()
         # each tensor-parallel rank of the last stage has its data-parallel share of the loss
         share = loss if mesh.coords.tp == 0 else torch.zeros_like(loss)
         sums = mesh.world.all_reduce(torch.cat([share.view(1), squares]))
-        factor = self.verdict.judge(step + 1, sums[0], sums[1:], num_tokens)
+        factor = self.verdict.judge(step + 1, sums[0], sums[1:], num_tokens())
         before_update()
         lr = learning_rate(optim, step)
         form = self.choices.forms.adamw
@@ -158,10 +160,9 @@ class Engine:
         assert link is not None, f"{transfer} has a stage at its other end"
         return link
 
-    def _microbatches(self, step: int, batch: Batch, *, scale: Tensor | None = None) -> list[MicroBatch]:
+    def _microbatches(self, step: int, batch: Batch, *, scale: Scale | None = None) -> list[MicroBatch]:
         """Return the micro-batches of a step, whose loss is `scale` times that of all tokens, or of an evaluation."""
         train, p = self.config.train, self.config.model.dropout if scale is not None else 0.0
-        wide = wide_dtype(self.dtype)
         key = DropoutKey(p, train.seed, step) if p else None
         rows = zip(batch.tokens, batch.labels, batch.positions, batch.loss_mask, strict=True)
         microbatches, seq_length = [], batch.tokens.shape[-1]
@@ -170,9 +171,8 @@ class Engine:
             first = (batch.first_sample + place * train.micro_batch_size) * seq_length
             tokens, labels, positions, loss_mask = (part.flatten() for part in parts)
             documents = None if batch.documents is None else batch.documents[number]
-            weights = None if scale is None else loss_mask.to(wide) * scale.to(wide)
             arrays = tokens, labels, positions, loss_mask
             runs = (range(first, first + len(tokens)),)
-            whole = MicroBatch(*arrays, seq_length, runs, key, weights_S=weights, documents=documents)
+            whole = MicroBatch(*arrays, seq_length, runs, key, scale, documents=documents)
             microbatches.append(whole.cut(share_of(runs, self.mesh.coords.cp, self.mesh.layout.cp)))
         return microbatches

@@ -1,5 +1,6 @@
 """What a step reads, and what one pass of a micro-batch of it does."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from trainer.ops.attention.seam import Mask
 from trainer.ops.dropout import dropout
 from trainer.parallel.places import Runs, boxes, rows_of
+
+Scale = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ class MicroBatch:
 
     `runs` are their places in the training stream: token t of sample n has place n * seq_length + t. `own_runs` are
     those of the T tokens that this rank has of an activation whose tokens are cut; None if they are not.
-    `positions_S` are what the model is shown, which may restart with each document. `weights_S` are the token losses'
-    factors in the step's loss, in the wide dtype; an evaluation has none. `dropout` is None if nothing is dropped;
+    `positions_S` are what the model is shown, which may restart with each document. `dropout` is None if nothing is
+    dropped; `scale` returns the factor of a token's loss in the step's, in the wide dtype; an evaluation has none.
     `turns_SH` are the angles of rotary positions, which the layers share. `documents` are the int32 bounds of documents
     that attention does not cross, [0, ..., S], and the tokens of the longest one.
     """
@@ -54,10 +57,16 @@ class MicroBatch:
     seq_length: int
     runs: Runs
     dropout: DropoutKey | None
-    weights_S: Tensor | None = None
+    scale: Scale | None = None
     turns_SH: Tensor | None = None
     documents: tuple[Tensor, int] | None = None
     own_runs: Runs | None = None
+
+    @property
+    def weights_S(self) -> Tensor | None:
+        """Return the factors of the tokens' losses in the step's; whoever asks first waits for all ranks' counts."""
+        scale = None if self.scale is None else self.scale()
+        return None if scale is None else self.loss_mask_S.to(scale.dtype) * scale
 
     def mask(self, *, window: int | None = None, alibi: Tensor | None = None) -> Mask:
         """Return which keys a query of a layer sees: those of its row, or document, up to its own place.
@@ -98,11 +107,11 @@ class MicroBatch:
         for rows in (rows_of(run, self.runs) for run in runs):
             cut_bounds.append(bounds.clamp(rows.start, rows.stop) - (rows.start - start))
             start += len(rows)
-        weights, turns = (None if each is None else self._of(each, runs) for each in (self.weights_S, self.turns_SH))
+        turns = None if self.turns_SH is None else self._of(self.turns_SH, runs)
         return replace(
             self, tokens_S=self._of(self.tokens_S, runs), labels_S=self._of(self.labels_S, runs),
             positions_S=self._of(self.positions_S, runs), loss_mask_S=self._of(self.loss_mask_S, runs),
-            weights_S=weights, turns_SH=turns, documents=(torch.cat(cut_bounds), longest), runs=runs, own_runs=None,
+            turns_SH=turns, documents=(torch.cat(cut_bounds), longest), runs=runs, own_runs=None,
         )  # fmt: skip
 
     def _of(self, x_S: Tensor, runs: Runs) -> Tensor:

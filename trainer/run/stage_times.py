@@ -65,8 +65,8 @@ def random_batch(engine: Engine) -> MicroBatch:
     positions = torch.arange(seq_length, device=device).repeat(train.micro_batch_size)
     ones = torch.ones(num_tokens, device=device)
     key = DropoutKey(model.dropout, train.seed, 0) if model.dropout else None
-    weights = ones.to(wide_dtype(engine.dtype)) / num_tokens
-    return MicroBatch(tokens, tokens, positions, ones, seq_length, (range(num_tokens),), key, weights_S=weights)
+    scale = torch.tensor(1 / num_tokens, dtype=wide_dtype(engine.dtype), device=device)
+    return MicroBatch(tokens, tokens, positions, ones, seq_length, (range(num_tokens),), key, lambda: scale)
 
 
 def time_passes(engine: Engine, stage: int, batch: MicroBatch) -> list[float]:
@@ -78,8 +78,8 @@ def time_passes(engine: Engine, stage: int, batch: MicroBatch) -> list[float]:
     engine.store.begin_step()
     moments = [Moment(device)]
     out = chunk.forward(received.requires_grad_() if stage else None, batch)
-    if batch.weights_S is not None and chunk.head is not None:
-        out = (out * batch.weights_S).sum()
+    if (weights_S := batch.weights_S) is not None and chunk.head is not None:
+        out = (out * weights_S).sum()
     moments.append(Moment(device))
     with engine.store.wgrads.putting_off() as products:
         torch.autograd.backward(out, None if out.dim() == 0 else torch.ones_like(out))
