@@ -17,7 +17,7 @@ class Matrix(Protocol):
 
     @property
     def values(self) -> Tensor: ...
-    def add_gradient(self, compute: Callable[[Tensor, bool], object]) -> None: ...
+    def add_gradient(self, compute: Callable[[Tensor, bool], object], *, ends: bool = True) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Gemm:
         """Return dy W, [T, K], in `out` if there is one."""
         return torch.mm(dy_TN, self.weight.values, out=out)
 
-    def wgrad(self, dy_TN: Tensor, x_TK: Tensor) -> None:
-        """Add dy^T x to the weight's gradient, now or when the schedule makes it."""
-        self.weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
+    def wgrad(self, dy_TN: Tensor, x_TK: Tensor, *, ends: bool = True) -> None:
+        """Add dy^T x to the weight's gradient, now or when the schedule makes it; `ends` as for `Weight`."""
+        self.weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first), ends=ends)
 
 
 def add_product(out_NK: Tensor, dy_TN: Tensor, x_TK: Tensor, *, first: bool) -> None:

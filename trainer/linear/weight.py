@@ -1,7 +1,9 @@
 """Weight: the handle of a parameter on this rank: its values, and the place that its gradient is added to.
 
 Weights are no autograd leaves. The Functions that use one hand its gradient over themselves, in the wide dtype, so that
-it is never rounded to the compute dtype, and the first contribution of a step overwrites what a buffer held before.
+it is never rounded to the compute dtype, and the first contribution of a step overwrites what a buffer held before. A
+Function knows its last contribution of a pass, the executor the last pass of a step: so the last of a step is known
+without a count of what came before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,17 +69,18 @@ class Weight:
     `values` is a view of a bucket in the compute dtype. `contributes` is False on a rank whose gradient another rank of
     the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw. `wgrads`
     makes its gradients at once, or puts them off. `access` is that of the unit which has the weight: a pass of it.
-    `gemm` makes its products, if it is a matrix.
+    `gemm` makes its products, if it is a matrix. `num_users` Functions use it in a pass; `at_end` is called at the end
+    of each one's last contribution of a step.
     """
 
     def __init__(
         self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool, wgrads: Wgrads | None = None,
-        access: Access | None = None,
+        access: Access | None = None, at_end: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        self.name, self.shape, self.epoch = name, values.shape, 0
+        self.name, self.shape, self.epoch, self.num_users = name, values.shape, 0, 0
         self._values, self._gradient, self._contributes = values, gradient, contributes
-        self._wgrads, self._access = wgrads or Wgrads(), access or Access()
-        self._is_first = True
+        self._wgrads, self._access, self._at_end = wgrads or Wgrads(), access or Access(), at_end
+        self._is_first, self._num_ended = True, 0
         self.gemm = Gemm(self)
 
     @property
@@ -86,23 +89,34 @@ class Weight:
         assert self._access.reads, f"{self.name} was read outside of the passes of its unit"
         return self._values
 
-    def add_gradient(self, compute: Callable[[Tensor, bool], object]) -> None:
+    @property
+    def is_late(self) -> bool:
+        """Return whether a user's last contribution of the step has not come."""
+        return self._num_ended < self.num_users
+
+    def add_gradient(self, compute: Callable[[Tensor, bool], object], *, ends: bool = True) -> None:
         """Call `compute(out, first)`, which adds a contribution to `out`, or overwrites it if it is the first one.
 
-        A schedule may put it off. Then it does so for all contributions of a backward pass, in their order.
+        It is its user's last one in this pass if it `ends`. A schedule may put it off. Then it does so for all
+        contributions of a backward pass, in their order.
         """
-        if self._contributes:
-            self._wgrads.add(lambda: self._add(compute))
+        own = compute if self._contributes else None
+        self._wgrads.add(lambda: self._add(own, ends=ends))
 
-    def _add(self, compute: Callable[[Tensor, bool], object]) -> None:
+    def _add(self, compute: Callable[[Tensor, bool], object] | None, *, ends: bool) -> None:
         assert self._gradient is not None, f"{self.name} is held for inference"
         assert self._access.adds, f"a gradient of {self.name} came outside of the passes of its unit"
-        compute(self._gradient, self._is_first)
-        self._is_first = False
+        assert self.is_late or not self._num_ended, f"a gradient of {self.name} came after the last one of the step"
+        if compute is not None:
+            compute(self._gradient, self._is_first)
+            self._is_first = False
+        if ends and self._wgrads.is_last:
+            self._num_ended += 1
+            self._at_end()
 
     def begin_step(self) -> None:
         """Let the next contribution be the first."""
-        self._is_first = True
+        self._is_first, self._num_ended = True, 0
 
     def finish_step(self) -> None:
         """Zero the gradient if nothing contributed to it."""

@@ -132,7 +132,7 @@ def _losses(
         loss_T[some] = losses(sums, z_loss)
         if dx_TD is not None and weights_T is not None:
             write_gradient(logits, labels, part, factors(sums, weights_T[some], z_loss))
-            gemm.wgrad(logits, x)
+            gemm.wgrad(logits, x, ends=some.stop >= num_tokens)
             gemm.dgrad(logits, out=dx_TD[some])
     return loss_T, dx_TD
 

@@ -1,7 +1,7 @@
 """Bucket: one flat buffer of parameters with their gradients, and the optimizer state that this rank keeps of it.
 
-Its gradients are summed over the holders once the units that use it have ended their last pass of a step, beside the
-rest of the backward. Its parameters are gathered beside what follows; a unit waits for them before it reads them.
+Its gradients are summed over the holders once the last ones of a step are in, beside the rest of the backward. Its
+parameters are gathered beside what follows; a unit waits for them before it reads them.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Bucket:
     `sharded`, else all of it. If the parameters have the wide dtype themselves, `master` is a view of them. Without an
     optimizer there are no gradients, no copies, and states without elements.
 
-    `weights` are its handles, `users` the names of the units that use them: what they may do is in `access`.
+    `weights` are its handles; what the units that use them may do is in `access`.
 
     With `splits_master` only the `low` bits of masters are kept beside the parameters. Then `master` is memory of the
     gradients, which are not in use between two steps: `join_masters` puts the masters there.
@@ -70,7 +70,7 @@ class Bucket:
         self.optimizer = OPTIMIZERS[plan.optimizer]
         like = self.master if options.with_optimizer else self.master[:0]
         self.states = {name: torch.zeros_like(like, dtype=options.moments) for name in self.optimizer.states}
-        self.weights, self.users, self._ended = list[Weight](), set[str](), set[str]()
+        self.weights = list[Weight]()
         self.access = Access(reads=False, adds=False)
         self._reducing: Work | None = None
         self._gathering: Work | None = None
@@ -86,24 +86,13 @@ class Bucket:
 
     def begin_step(self) -> None:
         """Let the first contribution to each gradient overwrite what is there."""
-        self._ended.clear()
         for weight in self.weights:
             weight.begin_step()
 
-    def begin_adding(self, user: str) -> None:
-        """Let a unit add to the gradients."""
-        assert user not in self._ended, f"a pass of {user} began after its last one had ended"
-        self.access.adds = True
-
-    def end(self, user: str) -> bool:
-        """Note that a unit has ended its last pass of a step; return whether all have, so that the gradients are in."""
-        self._ended.add(user)
-        return not self.late
-
     @property
-    def late(self) -> set[str]:
-        """Return the units whose last pass of the step has not ended."""
-        return self.users - self._ended
+    def late(self) -> list[str]:
+        """Return the weights that gradients of the step are yet to come of."""
+        return [weight.name for weight in self.weights if weight.is_late]
 
     @property
     def is_reducing(self) -> bool:

@@ -65,22 +65,23 @@ class ParameterStore:
         gradient = bucket.gradients[part].view(run.shape) if self.options.with_optimizer else None
         name, values = " + ".join(run.names), bucket.parameters[part].view(run.shape)
         contributes = first.contributes_on(self.mesh.layout, self.mesh.coords)
-        return Weight(name, values, gradient, contributes=contributes, wgrads=self.wgrads, access=bucket.access)
+        return Weight(
+            name, values, gradient, contributes=contributes, wgrads=self.wgrads, access=bucket.access,
+            at_end=lambda: self._end(bucket),
+        )  # fmt: skip
 
     def unit(self, name: str) -> Unit:
         """Return a unit of the model, which asks for its weights; no two have one name."""
-        return Unit(name, self._found.get, self.wgrads, self._end)
+        return Unit(name, self._found.get, self.wgrads)
 
-    def _end(self, unit: Unit) -> None:
-        """Note the end of a unit's last pass; begin the sums of those of its buckets whose gradients are all in.
+    def _end(self, bucket: Bucket) -> None:
+        """Begin the sum of a bucket if all its gradients are in.
 
-        Another unit may use the same tied matrix. Holders on two stages are not at the same passes: on a GPU the kernel
-        of the one that is first would wait for the other, which waits for what the first has yet to send, and nothing
-        that waits for all kernels could go on.
+        Holders on two stages are not at the same passes: on a GPU the kernel of the one that is first would wait for
+        the other, which waits for what the first has yet to send, and nothing that waits for all kernels could go on.
         """
-        for bucket in unit.buckets:
-            if bucket.end(unit.name) and self.options.overlaps_reduce and Axis.ENDS not in bucket.group.axes:
-                bucket.start_reduce()
+        if self.options.overlaps_reduce and Axis.ENDS not in bucket.group.axes and not bucket.late:
+            bucket.start_reduce()
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter of this rank and its live values in the compute dtype."""
@@ -107,8 +108,8 @@ class ParameterStore:
         The result has one float64 number for each row of the table, in its order: sums over ranks and rows have the
         same order under every pipeline layout.
         """
-        late = sorted(set[str]().union(*(bucket.late for bucket in self.buckets)))
-        assert not late, f"the last pass of {', '.join(late)} has not ended"
+        late = [name for bucket in self.buckets for name in bucket.late]
+        assert not late, f"the last gradient of {', '.join(late)} has not come"
         for bucket in self.buckets:
             if not bucket.is_reducing:
                 bucket.start_reduce()

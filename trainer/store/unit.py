@@ -2,8 +2,7 @@
 
 Going forward over a border is the end of the one's pass and the begin of the other's, going backward the same the other
 way round. The norm that a unit begins with goes over it; where there is none an empty node of the graph does. All that
-a unit adds to gradients comes between two borders, or is put off in that order with the borders as marks. So the end of
-a pass needs no count of what came before it.
+a unit adds to gradients comes between two borders, or is put off in that order with the borders as marks.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,16 +20,12 @@ from trainer.store.bucket import Bucket
 class Unit:
     """The weights of a unit of a stage; owned by the training thread.
 
-    `find` returns a weight and its bucket, None if the model has it not. `at_end` is called at the end of the step's
-    last pass that adds to gradients.
+    `find` returns a weight and its bucket, None if the model has it not.
     """
 
-    def __init__(
-        self, name: str, find: Callable[[str], tuple[Weight, Bucket] | None], wgrads: Wgrads,
-        at_end: Callable[["Unit"], object],
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, find: Callable[[str], tuple[Weight, Bucket] | None], wgrads: Wgrads) -> None:
         self.name, self.buckets = name, list[Bucket]()
-        self._find, self._wgrads, self._at_end = find, wgrads, at_end
+        self._find, self._wgrads = find, wgrads
 
     def weight(self, *names: str) -> Weight:
         """Return the handle of a parameter, or of several that were planned as one run, as one that the unit uses."""
@@ -45,9 +40,9 @@ class Unit:
         if found is None:
             return None
         weight, bucket = found
+        weight.num_users += 1
         if bucket not in self.buckets:
             self.buckets.append(bucket)
-            bucket.users.add(self.name)
         return weight
 
     def use(self) -> None:
@@ -64,14 +59,12 @@ class Unit:
     def begin_adding(self) -> None:
         """Begin a pass that adds to gradients."""
         for bucket in self.buckets:
-            bucket.begin_adding(self.name)
+            bucket.access.adds = True
 
     def end_adding(self) -> None:
-        """End it: all gradients of the micro-batch are in, and after the last pass those of the step."""
+        """End it: all gradients of the micro-batch are in."""
         for bucket in self.buckets:
             bucket.access.adds = False
-        if self._wgrads.is_last:
-            self._at_end(self)
 
     @contextmanager
     def passing(self, *, adds: bool) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Sums of gradients beside the backward, updates and gathers beside what follows: no bit changes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,17 @@ import torch
 
 from ckptkit import Run, hash_checkpoint
 from ckptkit.model.layout import ParallelLayout
+from tests.support.checks import require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from tests.trainer.support.threads import run_threads
 from tests.trainer.support.training import call, write_config, write_stores
 from tests.trainer.test_equalities import assert_equal
 from trainer.config import Config
 from trainer.config.resolve import layout_of
+from trainer.linear.weight import Weight
 from trainer.mesh.group import Network
 from trainer.ops.adamw import IntervalTable
 from trainer.store.bucket import Bucket
-from trainer.store.unit import Unit
 
 
 def config(model: str, layout: str, **parallel: Any) -> Config:
@@ -108,57 +109,73 @@ def test_rows_of_another_length_or_number_in_mid_run_change_no_bit(model: str, l
     assert found == expected
 
 
-def begins_of_the_first_step(rank: int, config: Config, *, network: Network) -> list[str]:
-    """The ends of passes and, with their units, the begins of sums, in their order."""
-    engine, results = make_engine(rank, config, network=network), []
+def gradients_and_sums(rank: int, config: Config, *, network: Network) -> list[tuple[str, tuple[str, ...]]]:
+    """What is added to gradients in the first step, and between it the begins of sums, with their weights."""
+    engine, events = make_engine(rank, config, network=network), []
+    buckets = engine.store.buckets
     with pytest.MonkeyPatch.context() as patch:
-        real_end, real_reduce = Unit.end_adding, Bucket.start_reduce
+        real_add, real_reduce = Weight._add, Bucket.start_reduce
 
-        def end(unit: Unit) -> None:
-            if unit._wgrads is engine.store.wgrads:
-                results.append(f"end {unit.name}")
-            real_end(unit)
+        def add(weight: Weight, compute: Callable[[torch.Tensor, bool], object] | None, *, ends: bool) -> None:
+            if any(weight in bucket.weights for bucket in buckets):
+                events.append(("add", (weight.name,)))
+            real_add(weight, compute, ends=ends)
 
         def reduce(bucket: Bucket) -> None:
-            if bucket in engine.store.buckets:
-                results.append(f"sum {' and '.join(sorted(bucket.users))}")
+            if bucket in buckets:
+                events.append(("sum", tuple(weight.name for weight in bucket.weights)))
             real_reduce(bucket)
 
-        patch.setattr(Unit, "end_adding", end)
+        patch.setattr(Weight, "_add", add)
         patch.setattr(Bucket, "start_reduce", reduce)
         engine.train_step(0, local_batch(config, 0, engine.mesh))
-    return results
+    require_equal(len([kind for kind, _ in events if kind == "sum"]) == len(buckets), "a sum of each bucket")
+    return events
 
 
-def test_a_sum_begins_where_the_last_pass_of_its_units_ends_in_the_first_step_too() -> None:
-    for found in run_threads(1, begins_of_the_first_step, config("gpt2", "tp1")):
-        first = next(place for place, event in enumerate(found) if event.startswith("sum"))
-        layers = [event for n in (2, 1, 0)
-                  for event in (f"end layers.{n}.mlp", f"end layers.{n}.attn",
-                                *[f"sum layers.{n}.attn and layers.{n}.mlp"] * 2)]  # fmt: skip
-        assert found[first - 2 :] == ["end head", "end norm", "sum norm", *layers, "end embed", "sum embed and head",
-                                      "sum embed"]  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "layout", "schedule", "max_logits_gib"),
+    [("gpt2", "tp1", "1f1b", 0.0), ("llama", "tp2", "1f1b", 1e-6), ("llama", "pp2", "zb-h1", 1e-6),
+     ("llama", "pp2-virtual2", "gpipe", 0.0)],
+)  # fmt: skip
+def test_a_sum_begins_with_the_last_gradient_of_its_bucket_in_the_first_step_too(
+    model: str, layout: str, schedule: str, max_logits_gib: float
+) -> None:
+    made = config(model, layout, schedule=schedule)
+    made = replace(made, train=replace(made.train, max_logits_gib=max_logits_gib))
+    for events in run_threads(layout_of(made).world_size, gradients_and_sums, made):
+        for place, (kind, names) in enumerate(events):
+            if kind == "sum":
+                (last,) = events[place - 1][1]
+                assert events[place - 1][0] == "add"
+                assert last in names
+                assert not {name for later, added in events[place:] if later == "add" for name in added} & {*names}
 
 
-def test_the_sum_of_an_mlp_begins_before_the_backward_of_its_attention() -> None:
+def test_the_sum_of_a_matrix_begins_before_what_is_left_of_its_layer() -> None:
     """Where it has a bucket of its own."""
-    made = config("llama", "tp1", bucket_mib=0)
-    for found in run_threads(1, begins_of_the_first_step, made):
+    for events in run_threads(1, gradients_and_sums, config("llama", "tp1", bucket_mib=0)):
         for layer in range(3):
-            names = f"layers.{layer}.mlp", f"layers.{layer}.attn"
-            place = found.index(f"sum {names[0]}")
-            assert found[place - 1 :][:6] == [
-                f"end {names[0]}", *[f"sum {names[0]}"] * 3, f"end {names[1]}", f"sum {names[1]}"
-            ]  # fmt: skip
+            down, up, q = (
+                events.index(("sum", names))
+                for names in (
+                    (f"layers.{layer}.mlp.down.weight",),
+                    (f"layers.{layer}.mlp.gate.weight + layers.{layer}.mlp.up.weight",),
+                    (" + ".join(f"layers.{layer}.attn.{name}.weight" for name in "qkv"),),
+                )
+            )
+            assert down < up < q
+            assert ("add", (f"layers.{layer}.norm2.weight",)) in events[up:]
+            assert ("add", (f"layers.{layer}.norm1.weight",)) in events[q:]
 
 
 def test_a_gradient_made_in_the_forward_is_in_at_its_end() -> None:
     """All forward passes come first here: with them the matrix's sum may begin."""
     made = config("llama", "pp2", schedule="gpipe")
     made = replace(made, train=replace(made.train, max_logits_gib=1e-6))
-    found = run_threads(2, begins_of_the_first_step, made)[1]
-    assert found.index("sum head") < found.index("end norm")
-    assert found[: found.index("sum head")] == ["end head"] * made.train.gradient_accumulation_steps
+    events = run_threads(2, gradients_and_sums, made)[1]
+    begin = events.index(("sum", ("head.weight",)))
+    assert {*events[:begin]} == {("add", ("head.weight",))}
 
 
 def test_a_gradient_that_comes_outside_of_a_pass_is_an_error() -> None:
@@ -170,8 +187,9 @@ def test_a_gradient_that_comes_outside_of_a_pass_is_an_error() -> None:
         bucket.weights[0].add_gradient(lambda out, first: None)
     with pytest.raises(AssertionError, match=r"pos\.weight was read outside of the passes of its unit"):
         bucket.weights[0].values.sum()
-    with pytest.raises(AssertionError, match="a pass of embed began after its last one had ended"):
-        bucket.begin_adding("embed")
+    bucket.access.adds = True
+    with pytest.raises(AssertionError, match=r"a gradient of pos\.weight came after the last one of the step"):
+        bucket.weights[0].add_gradient(lambda out, first: None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

@@ -80,21 +80,23 @@ def test_a_pass_ends_with_the_sums_up_to_its_micro_batch(layout: str, schedule: 
     compare(layout, schedule, **train)
 
 
-def add_unchecked(weight: Weight, compute: Callable[[torch.Tensor, bool], object]) -> None:
+def add_unchecked(weight: Weight, compute: Callable[[torch.Tensor, bool], object] | None, *, ends: bool = True) -> None:
     """Add to a gradient whatever pass is in work."""
-    compute(weight._gradient, weight._is_first)
-    weight._is_first = False
+    if compute is not None:
+        compute(weight._gradient, weight._is_first)
+        weight._is_first = False
+    weight._num_ended += ends and weight._wgrads.is_last
 
 
 def biases_at_once(patch: Patch) -> None:
     """The bias of a later micro-batch comes before products that were put off."""
     real = Weight.add_gradient
 
-    def add(weight: Weight, add_to: Callable[[torch.Tensor, bool], object]) -> None:
+    def add(weight: Weight, add_to: Callable[[torch.Tensor, bool], object], *, ends: bool = True) -> None:
         if weight.name.endswith("bias"):
-            add_unchecked(weight, add_to)
+            add_unchecked(weight, add_to, ends=ends)
         else:
-            real(weight, add_to)
+            real(weight, add_to, ends=ends)
 
     patch.setattr(Weight, "add_gradient", add)
 
@@ -180,7 +182,7 @@ def test_a_border_changes_nothing_and_comes_once_a_pass() -> None:
             events.append(f"end {self.name}")
 
     engine = make_engine(0, config("llama", "tp1"))
-    one, two = (Noted(name, lambda name: None, engine.store.wgrads, lambda unit: None) for name in ("one", "two"))
+    one, two = (Noted(name, lambda name: None, engine.store.wgrads) for name in ("one", "two"))
     x = torch.arange(3.0, requires_grad=True)
     y = Border(one, two).cross(Border(None, one).cross(x))
     assert events == ["use one", "release one", "use two"]

@@ -28,13 +28,13 @@ from trainer.model.embedding import lookup
 from trainer.model.head import Head
 from trainer.model.microbatch import MicroBatch
 from trainer.ops.activation import Activation
-from trainer.ops.adamw import IntervalTable
 from trainer.parallel import tensor
 from trainer.parallel.collectives import copy_to
 from trainer.parallel.tensor import TensorParallel
 from trainer.pipeline.executor import Executor
 from trainer.store import plan, store
 from trainer.store.bucket import Bucket
+from trainer.store.optimizers import Updates
 from trainer.store.store import ParameterStore
 from trainer.verdict import Verdict
 
@@ -185,8 +185,12 @@ def weights_of_the_first(real: Any, name: str, row: Any, shape: Any, layout: Any
     return real(name, row, shape, layout, replace(coords, tp=0), *rest)
 
 
-def overwriting(real: Any, self: Weight, compute: Callable[[torch.Tensor, bool], object]) -> None:
-    real(self, lambda out, first: compute(out, True))
+def overwriting(real: Any, self: Weight, compute: Callable[[torch.Tensor, bool], object], **ends: bool) -> None:
+    real(self, lambda out, first: compute(out, True), **ends)
+
+
+def not_zeroed(real: Any, self: Weight) -> None:
+    self._num_ended = 0
 
 
 def neighbours_interval(real: Any, total: int, size: int, index: int, itemsize: int) -> Any:
@@ -317,7 +321,7 @@ FAULTS = [
     Fault("positions are shifted by the dp rank", DP, wrapping(Engine, "_microbatches", shifted_positions)),
     Fault("gradients are clipped by the rank's own norm", DP, wrapping(Group, "all_reduce", own_norm)),
     Fault("AdamW counts a step too many", None,
-          wrapping(IntervalTable, "adamw", lambda real, *args, **named: real(*args[:-1], args[-1] + 1, **named))),
+          wrapping(Updates, "update", lambda real, *args, **named: real(*args[:-1], args[-1] + 1, **named))),
     Fault("gradients are not clipped", None,
           wrapping(Verdict, "judge", lambda real, *args: torch.ones_like(real(*args)))),
     Fault("norms and biases decay", None, wrapping(engine, "parameter_table", every_row_decays)),
@@ -326,7 +330,7 @@ FAULTS = [
     Fault("a group's weight decay is left out", None,
           wrapping(table, "with_groups", lambda real, rows, groups: real(
               rows, [replace(group, decay_factor=None) for group in groups])), groups=GROUPS),
-    Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_step", lambda real, self: None)),
+    Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_step", not_zeroed)),
     Fault("down's gradient is made of its input's gradient", None,
           wrapping(Activation, "backward", gradient_for_product)),
     Fault("rotary angles are of float32", None, wrapping(chunk, "turns_at", narrow_angles),

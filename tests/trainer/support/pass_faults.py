@@ -4,9 +4,8 @@ from typing import Any
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.faults import DP, PP, Fault, Patch, wrapping
-from trainer.linear.weight import Wgrads
+from trainer.linear.weight import Weight, Wgrads
 from trainer.pipeline import executor
-from trainer.store.bucket import Bucket
 from trainer.store.unit import Unit
 
 
@@ -14,24 +13,34 @@ def each_pass_is_the_last(patch: Patch) -> None:
     patch.setattr(Wgrads, "is_last", property(lambda self: True, lambda self, value: None), raising=False)
 
 
-def ending_in_b(real: Any, self: Unit) -> None:
+def ending_in_b(real: Any, self: Weight, compute: Any, *, ends: bool = True) -> None:
     """The gradients that were put off come later."""
-    self.end_adding()
-    self.release()
+    real(self, compute, ends=False)
+    if ends and self._wgrads.is_last:
+        self._num_ended += 1
+        self._at_end()
+
+
+def of_one_user(real: Any, self: Unit, *names: str) -> Any:
+    weight = real(self, *names)
+    if weight is not None:
+        weight.num_users = 1
+    return weight
 
 
 PASS_FAULTS = [
     Fault("a W makes no products", PP, wrapping(executor, "make", lambda real, products: None), schedule="zb-h1",
-          trips="has not ended"),
+          trips="has not come"),
     Fault("a W makes its products twice", PP,
           wrapping(executor, "make", lambda real, products: real([*products, *products])), schedule="zb-h1",
-          trips="began after its last one"),
+          trips="came after the last one"),
     Fault("a W leaves out the product of one linear", PP,  # the first is the mark of a unit
-          wrapping(executor, "make", lambda real, products: real([*products[:1], *products[2:]])), schedule="zb-h1"),
-    Fault("a pass ends before its W", ParallelLayout(pp=2, dp=2), wrapping(Unit, "end_backward", ending_in_b),
-          schedule="zb-h1", trips="began after its last one"),
+          wrapping(executor, "make", lambda real, products: real([*products[:1], *products[2:]])), schedule="zb-h1",
+          trips="has not come"),
+    Fault("a pass ends before its W", ParallelLayout(pp=2, dp=2), wrapping(Weight, "add_gradient", ending_in_b),
+          schedule="zb-h1", trips="came after the last one"),
     Fault("the sum of gradients begins after the first micro-batch", DP, each_pass_is_the_last,
-          trips="began after its last one"),
+          trips="came after the last one"),
     Fault("a tied matrix's sum begins when the head's pass has ended", DP,
-          wrapping(Bucket, "end", lambda real, self, user: real(self, user) or True)),
+          wrapping(Unit, "weight_if_any", of_one_user), trips="came after the last one"),
 ]  # fmt: skip

@@ -20,9 +20,8 @@ from trainer.parallel import tensor
 def rows_turned(batch: MicroBatch) -> MicroBatch:
     """The same micro-batch with its rows in the other order: as many runs as rows."""
     length, parts = batch.seq_length, {}
-    for name in ("tokens_S", "labels_S", "positions_S", "loss_mask_S", "weights_S"):
-        part = getattr(batch, name)
-        parts[name] = part if part is None else part.unflatten(0, (-1, length)).flip(0).flatten()
+    for name in ("tokens_S", "labels_S", "positions_S", "loss_mask_S"):
+        parts[name] = getattr(batch, name).unflatten(0, (-1, length)).flip(0).flatten()
     [run] = batch.runs
     runs = tuple(run[start : start + length] for start in range(len(run) - length, -1, -length))
     return replace(batch, runs=runs, **parts)
