@@ -80,7 +80,7 @@ def merged(patch: pytest.MonkeyPatch) -> None:
     """Products of two micro-batches are summed before they are added."""
     real, waiting = Weight.add_gradient, dict[str, Any]()
 
-    def add_gradient(weight: Weight, compute: Any) -> None:
+    def add_gradient(weight: Weight, compute: Any, **ends: bool) -> None:
         if weight.name not in waiting:
             waiting[weight.name] = compute
             return
@@ -92,7 +92,7 @@ def merged(patch: pytest.MonkeyPatch) -> None:
             compute(total, False)
             add_or_write(total)(out, first)
 
-        real(weight, both)
+        real(weight, both, **ends)
 
     patch.setattr(Weight, "add_gradient", add_gradient)
 
