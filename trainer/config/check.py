@@ -1,5 +1,6 @@
 """Faults that several fields of a configuration make together."""
 
+import math
 from collections.abc import Iterator
 
 from threefold.errors import UserError
@@ -109,7 +110,12 @@ def layout_faults(config: Config, world_size: int) -> Iterator[Fault]:
         text = f"tp {parallel.tp} * pp {parallel.pp}{dp} needs {ranks} processes, started are {world_size}"
         yield axes, f"{text}: trainer launch --nproc-per-node {ranks} ..."
     elif batch % (micro * dp_size):
-        yield fields, f"train.global_batch_size {batch} is not a multiple of micro_batch_size {micro} * dp {dp_size}"
+        text = f"train.global_batch_size {batch} is not a multiple of micro_batch_size {micro} * dp {dp_size}"
+        if batch % dp_size == 0:
+            way = f"--micro-batch-size {math.gcd(batch // dp_size, micro)}"
+        else:
+            way = f"--global-batch-size {math.ceil(batch / (micro * dp_size)) * micro * dp_size}"
+        yield fields, f"{text}: {way}"
     elif accumulation and accumulation * micro * dp_size != batch:
         text = f"train.gradient_accumulation_steps {accumulation} contradicts global_batch_size {batch} / "
         text += f"(micro_batch_size {micro} * dp {dp_size}) = {batch // (micro * dp_size)}"

@@ -69,6 +69,17 @@ def test_what_would_end_the_run_ends_the_dry_run(job_config: Path, capsys: Captu
     assert "hint: " in captured.err
 
 
+@pytest.mark.parametrize(("micro", "batch"), [(16, 16), (4, 6), (2, 3), (1, 3), (12, 18)])
+def test_a_batch_that_does_not_fit_the_ranks_is_led_to_one_that_does(
+    job_config: Path, capsys: Capture, micro: int, batch: int
+) -> None:
+    command = ["train", job_config, "--dry-run", "--dp", 2, "--micro-batch-size", micro, "--global-batch-size", batch]
+    assert call(*command) == 2
+    way = re.search(r"dp 2: (--(?:micro|global)-batch-size) (\d+)$", capsys.readouterr().err, re.MULTILINE)
+    assert way is not None
+    assert call(*command, way[1], way[2]) == 0
+
+
 @pytest.mark.parametrize(
     "model",
     [
