@@ -1,10 +1,12 @@
 """What the flags of torch's launcher take: those whose value it reads itself, checked before anything is started."""
 
 import argparse
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
 
 from torch.distributed import run
-from torch.distributed.elastic.events import get_logging_handler
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -65,7 +67,9 @@ def is_not_negative(number: float) -> bool:
     return number >= 0
 
 
-FLAGS = {
+FLAGS: dict[
+    str, tuple[str, Callable[[Any], object]]
+] = {  # what each takes, and what fails or is False for what it does not
     "nproc_per_node": ("a number above 0; or auto, cpu, gpu or xpu, where this node has it", has_ranks),
     "nnodes": ("a number above 0, or MIN:MAX", has_nodes),
     "rdzv_backend": (", ".join(BACKENDS), is_backend),
