@@ -8,9 +8,10 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.mesh.test_mesh import CPU
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
+from tests.trainer.support.recording import Recording, recording_of
 from tests.trainer.support.threads import Deadlock, run_threads
 from trainer.config import Config
-from trainer.mesh.group import Network, Recorder
+from trainer.mesh.group import Network
 from trainer.mesh.layout import GROUPS
 from trainer.mesh.mesh import ProcessMesh
 
@@ -133,9 +134,9 @@ def test_a_step_calls_its_groups_as_often_as_the_layout_says(cuts: bool) -> None
         assert sent == [8 * 16 * 32 // (2 if cuts else 1)] * num_microbatches
 
 
-def recorders(rank: int, config: Config, *, network: Network) -> Recorder:
+def recorders(rank: int, config: Config, *, network: Network) -> Recording:
     """What a rank called in one step."""
     engine = make_engine(rank, config, network=network)
-    engine.mesh.recorder.calls.clear()
+    recording_of(engine.mesh).calls.clear()
     engine.train_step(0, local_batch(config, 0, engine.mesh))
-    return engine.mesh.recorder
+    return recording_of(engine.mesh)

@@ -123,10 +123,6 @@ class Weight:
         if self._is_first and self._gradient is not None:
             self._gradient.zero_()
 
-    def updated(self) -> None:
-        """Note that the values changed."""
-        self.epoch += 1
-
     def check(self, epoch: int) -> None:
         """Assert that the values are those of a forward at `epoch`."""
         assert self.epoch == epoch, f"{self.name} was updated between a forward and its backward"

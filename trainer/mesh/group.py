@@ -1,15 +1,14 @@
 """Group: ranks that communicate, whatever carries it. Every collective of the trainer goes through one.
 
-So timing, recording and the order of calls are here, and what carries the data is behind `Transport`: torch.distributed
+So timing and the order of calls are here, and what carries the data is behind `Transport`: torch.distributed
 between processes (trainer/mesh/processes.py), or threads of one process in the tests. A group of one rank has no
 transport and its collectives do nothing. Source of the buffers' form: ZeRO (Rajbhandari et al., 2020).
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,25 +17,6 @@ from trainer.mesh.clock import Clock
 from trainer.mesh.layout import Axes, Axis
 
 Op = Literal["sum", "max"]
-
-
-class Call(NamedTuple):
-    """One call of a group: `kind` is the method, `num_bytes` the size of the tensor on this rank."""
-
-    kind: str
-    group: str
-    num_bytes: int
-
-
-@dataclass(slots=True)
-class Recorder:
-    """The calls of one rank in order, for tests and estimates of traffic; groups of one rank make none."""
-
-    calls: list[Call] = field(default_factory=list)
-
-    def counts(self) -> Counter[tuple[str, str]]:
-        """Return how often each kind was called on each group."""
-        return Counter((call.kind, call.group) for call in self.calls)
 
 
 class Handle(Protocol):
@@ -101,7 +81,6 @@ class Group:
     index: int
     clock: Clock
     transport: Transport | None = None
-    recorder: Recorder | None = None
     axes: Axes = ()
 
     @property
@@ -193,7 +172,6 @@ class Group:
     def _call(self, kind: str, tensor: Tensor, *arguments: Any, is_async: bool = False) -> Handle | None:
         if self.transport is None:
             return None
-        self._record(kind, tensor)
         call = getattr(self.transport, kind)
         with self.naming(kind):
             if is_async:  # it is waited for later
@@ -203,10 +181,5 @@ class Group:
 
     def _transfer(self, kind: str, tensor: Tensor, peer: int) -> Handle | None:
         assert self.transport is not None, f"group {self.name}: rank {self.ranks[0]} alone has nobody to {kind}"
-        self._record(kind, tensor)
         with self.naming(kind):
             return getattr(self.transport, kind)(tensor, peer)
-
-    def _record(self, kind: str, tensor: Tensor) -> None:
-        if self.recorder is not None:
-            self.recorder.calls.append(Call(kind, self.name, tensor.numel() * tensor.itemsize))

@@ -13,7 +13,7 @@ from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of
 from trainer.mesh.clock import Clock
-from trainer.mesh.group import Group, Network, Recorder
+from trainer.mesh.group import Group, Network
 from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed
 from trainer.mesh.processes import Processes
 
@@ -33,7 +33,7 @@ class ProcessMesh:
     """Groups of this rank in a layout; `groups_needed` says who is in them. Those that nothing uses are not built.
 
     `activations` and `gradients` hold the links to the previous and the following pipeline rank, in each of which the
-    lower rank has place 0. `recorder` holds this rank's calls, if one was passed.
+    lower rank has place 0.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class ProcessMesh:
         timeout_s: float,
         kv_replicas: int = 1,
         network: Network | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
         """Build the groups; a collective that the others do not join within `timeout_s` fails.
 
@@ -58,7 +57,7 @@ class ProcessMesh:
                 f"layout {layout} needs {layout.world_size} processes, started are {world_size}",
                 hint=f"trainer launch --nproc-per-node {layout.world_size} train ...",
             )
-        self.layout, self.rank, self.device, self.recorder = layout, rank, device, recorder
+        self.layout, self.rank, self.device = layout, rank, device
         self.coords, self.clock = layout.coords(rank), Clock(device)
         self._needed = groups_needed(layout, kv_replicas)
         self._made: dict[tuple[tuple[int, ...], ...], list[Group]] = {}
@@ -110,27 +109,13 @@ class ProcessMesh:
             transport = self._network.connect(name, ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
                 place = ranks.index(self.rank)
-                groups.append(Group(name, ranks, place, self.clock, transport, self.recorder, axes))
+                groups.append(Group(name, ranks, place, self.clock, transport, axes))
         if axes:
             self._made[members] = groups
         return groups
 
 
-def mesh_of(
-    config: Config,
-    rank: int,
-    device: torch.device,
-    *,
-    network: Network | None = None,
-    recorder: Recorder | None = None,
-) -> ProcessMesh:
+def mesh_of(config: Config, rank: int, device: torch.device, *, network: Network | None = None) -> ProcessMesh:
     """Return one rank's mesh of a resolved configuration."""
-    return ProcessMesh(
-        layout_of(config),
-        rank,
-        device,
-        timeout_s=config.parallel.timeout_s,
-        kv_replicas=kv_replicas(config),
-        network=network,
-        recorder=recorder,
-    )
+    layout, timeout_s = layout_of(config), config.parallel.timeout_s
+    return ProcessMesh(layout, rank, device, timeout_s=timeout_s, kv_replicas=kv_replicas(config), network=network)

@@ -67,7 +67,7 @@ class Bucket:
             self.low = torch.zeros_like(self._weights, dtype=split.LOW)
         else:
             self.master = torch.zeros_like(self._weights, dtype=wide)
-        self.optimizer = OPTIMIZERS[plan.optimizer]
+        self.optimizer = OPTIMIZERS[plan.runs[0].optimizer]
         like = self.master if options.with_optimizer else self.master[:0]
         self.states = {name: torch.zeros_like(like, dtype=options.moments) for name in self.optimizer.states}
         self.weights = list[Weight]()
@@ -77,12 +77,6 @@ class Bucket:
         self._is_written: torch.cuda.Event | None = None
         self.owned_segments = plan.segments(*self.owned)
         self.updated_segments = plan.segments(*self.updated)
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank: the states, and of the master what is kept besides."""
-        kept = () if self.master.dtype == self.parameters.dtype else (self.master if self.low is None else self.low,)
-        return sum(state.numel() * state.itemsize for state in (*self.states.values(), *kept))
 
     def begin_step(self) -> None:
         """Let the first contribution to each gradient overwrite what is there."""

@@ -60,16 +60,6 @@ class BucketPlan:
     itemsize: int
 
     @property
-    def holders(self) -> Axes:
-        """Return the axes along which ranks hold the bucket."""
-        return self.runs[0].holders
-
-    @property
-    def optimizer(self) -> str:
-        """Return the name of the optimizer that updates the bucket."""
-        return self.runs[0].optimizer
-
-    @property
     def offsets(self) -> list[int]:
         """Return the offset of each run."""
         return self._offsets_and_total()[0]

@@ -33,7 +33,7 @@ class ParameterStore:
     ) -> None:
         self.table, self.mesh, self.options = table, mesh, options
         self.buckets = [
-            Bucket(plan, options, mesh.device, mesh.along(plan.holders))
+            Bucket(plan, options, mesh.device, mesh.along(plan.runs[0].holders))
             for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
         ]
         self.wgrads, self._found = Wgrads(), dict[str, tuple[Weight, Bucket]]()
@@ -89,11 +89,6 @@ class ParameterStore:
         for bucket in self.buckets:
             for name, shape, offset in bucket.plan.parameters():
                 yield name, bucket.parameters[offset : offset + math.prod(shape)].view(shape)
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank."""
-        return sum(bucket.state_bytes for bucket in self.buckets)
 
     # --- steps
 
@@ -152,7 +147,7 @@ class ParameterStore:
                 for bucket in buckets:
                     bucket.start_gather()
         for weight, _ in self._found.values():
-            weight.updated()
+            weight.epoch += 1
         if not self.options.overlaps_gather:
             self.join()
 

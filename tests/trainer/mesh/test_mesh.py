@@ -229,5 +229,5 @@ def test_collectives_go_through_groups() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import | ast.ImportFrom) and re.search(r"torch.*\bdistributed\b", ast.unparse(node))
     }
-    launches = {f"job/{name}.py" for name in ("launcher", "launch_faults", "meeting", "passed_signals")}
+    launches = {f"job/{name}.py" for name in ("launcher", "launch_faults", "launch_flags", "meeting", "passed_signals")}
     assert groups == {"mesh/processes.py", "job/ranks.py", "job/rendezvous.py", *launches}

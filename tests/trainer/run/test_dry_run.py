@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.support.parity import state_bytes
 from tests.trainer.support.training import call
 from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from
@@ -101,7 +102,7 @@ def test_the_estimate_is_what_an_engine_allocates(model: dict, optim: dict) -> N
         sum(bucket.parameters.nbytes for bucket in engine.store.buckets), rel=0.01
     )
     assert memory.gradients == pytest.approx(sum(bucket.gradients.nbytes for bucket in engine.store.buckets), rel=0.01)
-    assert memory.optimizer == pytest.approx(engine.store.state_bytes, rel=0.01)
+    assert memory.optimizer == pytest.approx(state_bytes(engine.store), rel=0.01)
     own = {bucket.parameters.untyped_storage().data_ptr() for bucket in engine.store.buckets}
     kept_tensors: dict[int, torch.Tensor] = {}
 

@@ -9,6 +9,7 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, largest_gap, local_batch, make_engine, run_steps, small
 from tests.trainer.support.ranks import run_ranks
+from tests.trainer.support.recording import recording_of
 from tests.trainer.support.threads import run_threads
 from tests.trainer.test_equalities import assert_equal
 from trainer.config import Config
@@ -72,9 +73,9 @@ def test_training_is_near_and_the_overlap_changes_no_bit() -> None:
 def traffic(rank: int, config: Config, *, network: Network) -> dict[str, int]:
     """Bytes by kind of call on the data-parallel group, of one step."""
     engine = make_engine(rank, config, network=network)
-    engine.mesh.recorder.calls.clear()
+    recording_of(engine.mesh).calls.clear()
     engine.train_step(0, local_batch(config, 0, engine.mesh))
-    calls = [call for call in engine.mesh.recorder.calls if call.group == "dp"]
+    calls = [call for call in recording_of(engine.mesh).calls if call.group == "dp"]
     return {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in {call.kind for call in calls}}
 
 

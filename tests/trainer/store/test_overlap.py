@@ -12,6 +12,7 @@ from ckptkit import Run, hash_checkpoint
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
+from tests.trainer.support.recording import recording_of
 from tests.trainer.support.threads import run_threads
 from tests.trainer.support.training import call, write_config, write_stores
 from tests.trainer.test_equalities import assert_equal
@@ -47,9 +48,9 @@ def test_overlap_changes_no_bit(model: str, layout: str, zero_stage: int) -> Non
 def calls_of_the_first_step(rank: int, config: Config, *, network: Network) -> list[tuple[str, str]]:
     """The kind and the group of each."""
     engine = make_engine(rank, config, network=network)
-    engine.mesh.recorder.calls.clear()
+    recording_of(engine.mesh).calls.clear()
     engine.train_step(0, local_batch(config, 0, engine.mesh))
-    return [(each.kind, each.group) for each in engine.mesh.recorder.calls]
+    return [(each.kind, each.group) for each in recording_of(engine.mesh).calls]
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
