@@ -5,9 +5,9 @@ from trainer.job.ranks import Ranks as Ranks
 from trainer.mesh.mesh import ProcessMesh as ProcessMesh
 from trainer.model.microbatch import Batch as Batch
 from trainer.pipeline.draw import draw as draw
-from trainer.pipeline.passes import with_transfers as with_transfers
 from trainer.pipeline.schedules import gpipe as gpipe
 from trainer.pipeline.schedules import one_f_one_b as one_f_one_b
+from trainer.pipeline.schedules import with_transfers as with_transfers
 from trainer.pipeline.schedules import zb_h1 as zb_h1
 from trainer.pipeline.simulate import costs as costs
 from trainer.pipeline.simulate import simulate as simulate

@@ -123,7 +123,7 @@ class Engine:
             lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum(dtype=torch.float64),
         )
         count = batch.loss_mask.sum(dtype=torch.float64)
-        counts_here = mesh.has_last_stage and mesh.coords.tp == 0
+        counts_here = mesh.coords.pp == mesh.layout.pp - 1 and mesh.coords.tp == 0
         total_loss, num_tokens = mesh.world.all_reduce(torch.stack([loss, count]) * float(counts_here)).tolist()
         return total_loss, num_tokens
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.timing import DTYPES, arguments, medians
-from trainer.linear.gemm import add_product
 from trainer.linear.linear import linear
-from trainer.linear.weight import Weight
+from trainer.linear.weight import Weight, add_product
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
 from trainer.ops.cross_entropy import VocabularyPart

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ops.timing import DTYPES, arguments, medians
-from trainer.linear.gemm import add_product
 from trainer.linear.linear import linear
-from trainer.linear.weight import Weight
+from trainer.linear.weight import Weight, add_product
 from trainer.ops.activation import SWIGLU
 from trainer.ops.dtypes import wide_dtype
 

@@ -22,17 +22,13 @@ def recorded_config(root: Root) -> Config:
     """Return the configuration that a step records; keys that are younger than the step have their defaults."""
     ignored: list[Fault] = []  # keys that are gone by now
     config = walk(Config, root.metadata.get("config", {}), ignored)
-    if config.data.valid.orders_copies is None and not is_of_one_order(root):
+    stream = root.metadata.get("stream")
+    has_orders = isinstance(stream, dict) and stream.get("orders_copies")  # else copies of a store had one order
+    if config.data.valid.orders_copies is None and (has_orders or "cursor" not in root.metadata):
         valid = dataclasses.replace(config.data.valid, orders_copies=True)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, valid=valid))
     parallel = config.parallel
     return resolve(config, parallel.tp * parallel.pp * max(parallel.dp, 1))
-
-
-def is_of_one_order(root: Root) -> bool:
-    """Return whether a step is of a run from before copies of a store had orders of their own."""
-    stream = root.metadata.get("stream")
-    return "cursor" in root.metadata and not (isinstance(stream, dict) and stream.get("orders_copies"))
 
 
 def changes_of_run(root: Root, before: Config, now: Config, device: torch.device) -> list[str]:

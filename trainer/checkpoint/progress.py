@@ -43,14 +43,16 @@ class Progress:
 
     def metadata(self, config: Config, loss: float, device: torch.device, ops: Mapping[str, str]) -> dict[str, Any]:
         """Return what a checkpoint's root records beside the tensors; `ops` are the forms of ops in use."""
-        validation = self.validation
+        validation, num_samples = self.validation, int(self.cursor["num_samples"]) if self.cursor else 0
+        segments = StreamRecord.from_json(self.stream).segments if self.stream else ()
+        later = [each.seq_length or 0 for each in segments if each.from_sample < num_samples]  # rows that were read
         return {
             "cursor": self.cursor,
             "cursor_digest": hashlib.sha256(json.dumps(self.cursor, sort_keys=True).encode()).hexdigest()[:16],
             **({"stream": self.stream} if self.stream else {}),
             "tokens": self.tokens,
             "updates": self.step - self.voids,
-            "seq_length": self._longest_row(config),
+            "seq_length": max([config.train.seq_length, *later]),
             "loss": loss,
             **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
             "lr": learning_rate(config.optim, max(self.step - 1, 0)),
@@ -58,12 +60,6 @@ class Progress:
             "environment": environment(device),
             "ops": dict(ops),
         }
-
-    def _longest_row(self, config: Config) -> int:
-        num_samples = int(self.cursor["num_samples"]) if self.cursor else 0
-        segments = StreamRecord.from_json(self.stream).segments if self.stream else ()
-        later = [each.seq_length or 0 for each in segments if each.from_sample < num_samples]
-        return max([config.train.seq_length, *later])
 
 
 @dataclass(frozen=True, slots=True)

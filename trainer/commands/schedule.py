@@ -39,8 +39,7 @@ def run(options: Options) -> int:
     length of the step, the share of the ranks' time in which they wait, and the most micro-batches live at once."""
     from threefold.plot import require_plot, write_png
     from trainer.pipeline.draw import draw, figure
-    from trainer.pipeline.passes import with_transfers
-    from trainer.pipeline.schedules import SCHEDULES
+    from trainer.pipeline.schedules import SCHEDULES, with_transfers
     from trainer.pipeline.simulate import simulate
 
     if options.plot:

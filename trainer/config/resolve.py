@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ckptkit import ParallelLayout, Retention, Tiers, parse_tiers
-from trainer.config import CheckpointConfig, Config
+from trainer.config import Config
 from trainer.config.checkpoint import SAVE_INTERVAL_S
 
 
@@ -11,6 +11,8 @@ def resolve(config: Config, world_size: int) -> Config:
     """Return a fault-free configuration with what was left open filled in (vocab_size apart)."""
     model, parallel, train, save = config.model, config.parallel, config.train, config.checkpoint
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
+    left_open = 0.0 if save.save_interval else SAVE_INTERVAL_S
+    interval_s = left_open if save.save_interval_s < 0 else save.save_interval_s
     return replace(
         config,
         model=replace(
@@ -20,7 +22,7 @@ def resolve(config: Config, world_size: int) -> Config:
             ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
         ),
         parallel=replace(parallel, dp=dp),
-        checkpoint=replace(save, save_interval_s=save_interval_s(save)),
+        checkpoint=replace(save, save_interval_s=interval_s if save.save else 0.0),
         train=replace(train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)),
     )
 
@@ -44,14 +46,6 @@ def settled(config: Config, before: Config | None = None) -> Config:
         optim=replace(config.optim, decay_steps=decay_steps or config.train.train_steps),
         data=replace(config.data, valid=valid),
     )
-
-
-def save_interval_s(save: CheckpointConfig) -> float:
-    """Return the seconds between two saves, 0 if no clock asks for them."""
-    if not save.save:
-        return 0.0
-    left_open = 0.0 if save.save_interval else SAVE_INTERVAL_S
-    return left_open if save.save_interval_s < 0 else save.save_interval_s
 
 
 def tiers_of(config: Config) -> Tiers | None:

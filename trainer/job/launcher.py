@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from threefold.cli import Stopped
@@ -62,8 +62,8 @@ def launch(arguments: Sequence[str], verbs: Collection[str]) -> int:
                     f"the launcher on {socket.gethostname()}: {said}",
                     hint=f"torchrun --help explains its flags; {VARIABLE}=1 before the command prints a traceback",
                 ) from error
-        if (code := _code_of(Path(folder) / "code")) is not None:
-            return code
+        with suppress(OSError, ValueError):  # no run of ours left a code
+            return int((Path(folder) / "code").read_text())
         if signals.ended_by:
             raise Stopped(signals.ended_by)
         return 0
@@ -124,10 +124,3 @@ def _apart_from_this_folder(options: argparse.Namespace) -> Iterator[None]:
     finally:
         if is_apart:
             del os.environ[SAFE_PATH]
-
-
-def _code_of(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

@@ -37,10 +37,8 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
 
 def tasks_of_nodes(text: str) -> list[int]:
     """Return how many tasks each node has: `2(x3),1` is [2, 2, 2, 1]."""
-    found: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(count)] * int(times or 1)
-    return found
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in runs for _ in range(int(times or 1))]
 
 
 def first_node(nodes: str) -> str:

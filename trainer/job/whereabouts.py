@@ -32,13 +32,13 @@ class Whereabouts:
         """Begin to post; what others read is older by a tenth of `timeout_s` at most."""
         self._board, self._rank = board, rank
         self._period_s = max(min(PERIOD_S, timeout_s / 10), LEAST_PERIOD_S)
-        self._place, self._posted = Place(0, 0), Place(-1, 0)
+        self.place, self._posted = Place(0, 0), Place(-1, 0)
         self._over = threading.Event()
         threading.Thread(target=self._post_always, name="whereabouts", daemon=True).start()
 
     def note(self, step: int, stage: str) -> None:
         """Note that this rank is in a step, counted from 1, and in a stage of it."""
-        self._place = Place(step, STAGES.index(stage))
+        self.place = Place(step, STAGES.index(stage))
 
     def behind(self, ranks: Sequence[int]) -> dict[int, Place | None]:
         """Return which of some ranks did not come as far as this one, and where they were; None if they never said."""
@@ -46,13 +46,9 @@ class Whereabouts:
         for rank in ranks:
             said = self._board.read(_key(rank)) if rank != self._rank else None
             place = Place(*json.loads(said)) if said else None
-            if rank != self._rank and (place is None or place < self._place):
+            if rank != self._rank and (place is None or place < self.place):
                 places[rank] = place
         return places
-
-    @property
-    def place(self) -> Place:
-        return self._place
 
     def close(self) -> None:
         """End the thread."""
@@ -60,7 +56,7 @@ class Whereabouts:
 
     def _post_always(self) -> None:
         while not self._over.wait(self._period_s):
-            place = self._place
+            place = self.place
             if place != self._posted:
                 self._board.post(_key(self._rank), json.dumps([place.step, place.stage]))
                 self._posted = place

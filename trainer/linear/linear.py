@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.linear.gemm import add_bias_gradient
 from trainer.linear.overlapped import TokenCut
-from trainer.linear.weight import Weight
+from trainer.linear.weight import Weight, add_bias_gradient
 
 
 class MakeX(Protocol):

@@ -108,16 +108,6 @@ class Group:
         """Return this rank's equal share of a tensor's rows, a view."""
         return whole.chunk(self.size)[self.index]
 
-    def reduce_scatter(self, whole: Tensor) -> Tensor:
-        """Sum a tensor in place over the group and return this rank's `share` of it; the rest is undefined."""
-        self._call("reduce_scatter", whole)
-        return self.share(whole)
-
-    def all_gather(self, whole: Tensor) -> Tensor:
-        """Fill a tensor from the shares that the ranks hold of it, and return it."""
-        self._call("all_gather", whole)
-        return whole
-
     def all_gather_rows(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, [size, ...]."""
         return self.start_gather(tensor.unsqueeze(0)).wait()
@@ -145,8 +135,9 @@ class Group:
         return Work(self, "all_to_all", received, self._call("all_to_all", received, flat, is_async=True), flat)
 
     def start(self, kind: str, tensor: Tensor, *arguments: Any) -> Work:
-        """Begin `all_reduce`, `broadcast`, `reduce_scatter` or `all_gather`, with that method's arguments.
+        """Begin `all_reduce` or `broadcast`, with that method's arguments, `reduce_scatter` or `all_gather`, in place.
 
+        The latter two sum a tensor into the `share` of each rank, and fill one from these.
         The tensor may not be touched before `wait` returned it. On CUDA it runs beside the current stream.
         """
         return Work(self, kind, tensor, self._call(kind, tensor, *arguments, is_async=True))

@@ -67,11 +67,6 @@ class ProcessMesh:
         self.activations = self._links("activations")
         self.gradients = self._links("gradients")
 
-    @property
-    def has_last_stage(self) -> bool:
-        """Return whether this rank holds the last stage of the pipeline."""
-        return self.coords.pp == self.layout.pp - 1
-
     def along(self, axes: Axes) -> Group:
         """Return the group of the ranks that differ from this one along some axes only."""
         return self._along[axes]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,12 +108,10 @@ class MicroBatch:
         for rows in (rows_of(run, self.runs) for run in runs):
             cut_bounds.append(bounds.clamp(rows.start, rows.stop) - (rows.start - start))
             start += len(rows)
-        turns = None if self.turns_SH is None else self._of(self.turns_SH, runs)
-        return replace(
-            self, tokens_S=self._of(self.tokens_S, runs), labels_S=self._of(self.labels_S, runs),
-            positions_S=self._of(self.positions_S, runs), loss_mask_S=self._of(self.loss_mask_S, runs),
-            turns_SH=turns, documents=(torch.cat(cut_bounds), longest), runs=runs, own_runs=None,
-        )  # fmt: skip
+        names = ("tokens_S", "labels_S", "positions_S", "loss_mask_S", "turns_SH")
+        whole = {name: getattr(self, name) for name in names}
+        parts: dict[str, Any] = {name: None if x is None else self._of(x, runs) for name, x in whole.items()}
+        return replace(self, **parts, documents=(torch.cat(cut_bounds), longest), runs=runs, own_runs=None)
 
     def _of(self, x_S: Tensor, runs: Runs) -> Tensor:
         parts = [x_S[rows.start : rows.stop] for rows in (rows_of(run, self.runs) for run in runs)]

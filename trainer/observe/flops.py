@@ -14,50 +14,18 @@ import torch
 from trainer.config import Config
 from trainer.model.table import parameter_table
 
-# dense bf16 peak in TFLOP/s, sums in fp32, by words of a device's name; the first row whose words all occur counts
-PEAK_TFLOPS = [
-    ({"H100", "PCIE"}, 756.0),
-    ({"H100", "NVL"}, 835.0),
-    ({"H200", "NVL"}, 835.0),
-    ({"H100"}, 989.0),
-    ({"H200"}, 989.0),
-    ({"GH200"}, 989.0),
-    ({"H800"}, 989.0),
-    ({"H20"}, 148.0),
-    ({"B100"}, 1750.0),
-    ({"B200"}, 2250.0),
-    ({"B300"}, 2250.0),
-    ({"GB200"}, 2500.0),
-    ({"GB300"}, 2500.0),
-    ({"A100"}, 312.0),
-    ({"A800"}, 312.0),
-    ({"A30"}, 165.0),
-    ({"A40"}, 149.7),
-    ({"A6000"}, 154.8),
-    ({"A10G"}, 70.0),
-    ({"A10"}, 125.0),
-    ({"L40S"}, 362.0),
-    ({"L40"}, 181.0),
-    ({"L4"}, 121.0),
-    ({"PRO", "6000", "BLACKWELL"}, 503.8),
-    ({"RTX", "6000", "ADA"}, 364.2),
-    ({"5090"}, 209.5),
-    ({"5080"}, 112.6),
-    ({"5070", "TI"}, 87.9),
-    ({"5070"}, 61.7),
-    ({"4090"}, 165.0),
-    ({"4080", "SUPER"}, 104.4),
-    ({"4080"}, 97.5),
-    ({"3090", "TI"}, 80.0),
-    ({"3090"}, 71.0),
-    ({"MI210"}, 181.0),
-    ({"MI250X"}, 191.5),  # of one of its two dies, each of which is a device
-    ({"MI300A"}, 980.6),
-    ({"MI300X"}, 1307.4),
-    ({"MI325X"}, 1307.4),
-    ({"MI350X"}, 2309.6),
-    ({"MI355X"}, 2516.6),
-]
+# dense bf16 peaks in TFLOP/s, sums in fp32, of devices by their names; the longest whose words all occur counts
+PEAK_TFLOPS = {
+    "B100": 1750.0, "B200": 2250.0, "B300": 2250.0, "GB200": 2500.0, "GB300": 2500.0, "PRO 6000 BLACKWELL": 503.8,
+    "H100": 989.0, "H100 PCIE": 756.0, "H100 NVL": 835.0, "H200": 989.0, "H200 NVL": 835.0, "GH200": 989.0,
+    "H800": 989.0, "H20": 148.0,
+    "L40S": 362.0, "L40": 181.0, "L4": 121.0, "RTX 6000 ADA": 364.2,
+    "A100": 312.0, "A800": 312.0, "A30": 165.0, "A40": 149.7, "A6000": 154.8, "A10G": 70.0, "A10": 125.0,
+    "5090": 209.5, "5080": 112.6, "5070": 61.7, "5070 TI": 87.9,
+    "4090": 165.0, "4080": 97.5, "4080 SUPER": 104.4, "3090": 71.0, "3090 TI": 80.0,
+    "MI210": 181.0, "MI250X": 191.5,  # the latter is of one of its two dies, each of which is a device
+    "MI300A": 980.6, "MI300X": 1307.4, "MI325X": 1307.4, "MI350X": 2309.6, "MI355X": 2516.6,
+}  # fmt: skip
 SLOWER = {"LAPTOP", "MAX", "D", "MIG"}  # words of devices that are another, or a part of one
 
 
@@ -98,7 +66,8 @@ def peak_flops(device_name: str) -> float | None:
     words = set(re.split(r"[\s\-/]+", device_name.upper()))
     if words & SLOWER:
         return None
-    return next((tflops * 1e12 for needed, tflops in PEAK_TFLOPS if needed <= words), None)
+    fitting = [name for name in PEAK_TFLOPS if words.issuperset(name.split())]
+    return PEAK_TFLOPS[max(fitting, key=len)] * 1e12 if fitting else None
 
 
 def known_peak(device: torch.device, configured_tflops: float, say: Callable[[str], None]) -> float | None:

@@ -97,8 +97,7 @@ def _apex(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
     return norms.fused_layer_norm_affine(total, weight, bias.to(x.dtype), shape, eps), total
 
 
-def _function(form: str) -> forms.Function:
-    return _apex if form == "apex" else add_norm_reference
+_FUNCTIONS: dict[str, forms.Function] = {"apex": _apex}
 
 
 def _forward(
@@ -109,7 +108,7 @@ def _forward(
     All inputs are contiguous.
     """
     if form != "csrc":
-        y, total = forms.forward(form, _function(form), x, residual, weight, bias, eps)
+        y, total = forms.forward(form, _FUNCTIONS.get(form, add_norm_reference), x, residual, weight, bias, eps)
         return y, total, x.new_empty(0)
     y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     norm = RMS_NORM if bias is None else LAYER_NORM
@@ -135,7 +134,9 @@ def _backward(
         weights = (weight.to(wide), None if bias is None else bias.to(wide))  # so that their gradients are not rounded
         gradients = (dy, torch.zeros_like(total) if dsum is None else dsum)
         wanted = (0, 2) if bias is None else (0, 2, 3)
-        (dx, *dweights), _ = forms.backward(form, _function(form), wanted, gradients, total, None, *weights, eps)
+        (dx, *dweights), _ = forms.backward(
+            form, _FUNCTIONS.get(form, add_norm_reference), wanted, gradients, total, None, *weights, eps
+        )
         return dx, tuple(dweights)
     dx, count, num_cols = torch.empty_like(total), numbers.shape[-1], total.shape[-1]
     if total.numel() == 0:

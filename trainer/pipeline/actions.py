@@ -9,8 +9,6 @@ the stage before. F(s, m) needs F(s - 1, m); B(s, m) needs F(s, m) and B(s + 1, 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from threefold.errors import UserError
-
 Kind = Literal["F", "B", "W", "SF", "RF", "SB", "RB"]
 PASSES: tuple[Literal["F", "B", "W"], ...] = ("F", "B", "W")  # what computes; other kinds move tensors
 
@@ -27,15 +25,6 @@ class Action(NamedTuple):
 
 
 Schedule = Sequence[Sequence[Action]]  # by pipeline rank
-
-
-def check_sizes(num_ranks: int, num_microbatches: int, virtual: int) -> None:
-    """Raise UserError if there is nothing to put in order."""
-    if min(num_ranks, num_microbatches, virtual) < 1:
-        raise UserError(
-            f"no schedule for {num_ranks} ranks of {virtual} stages with {num_microbatches} micro-batches",
-            hint="trainer schedule --pp 4 --microbatches 8",
-        )
 
 
 def stage_ranks(schedule: Schedule) -> dict[int, int]:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
-from trainer.pipeline.actions import Action, check_sizes
-from trainer.pipeline.passes import with_transfers
+from threefold.errors import UserError
+from trainer.pipeline.actions import Action, Schedule, stage_ranks
 
 Rows = list[list[Action]]
 
@@ -97,8 +97,10 @@ def _rows(sizes: tuple[int, int, int], warmup: Callable[..., int], *, has_w: boo
     Rank 0 of 2 with stages 0 and 2 and 4 micro-batches has F0 F1 of stage 0, F0 F1 of stage 2, then F2 F3 of each.
     Backward passes come in the same groups, the last stage first.
     """
-    check_sizes(*sizes)
     num_ranks, num_microbatches, virtual = sizes
+    if min(sizes) < 1:
+        text = f"no schedule for {num_ranks} ranks of {virtual} stages with {num_microbatches} micro-batches"
+        raise UserError(text, hint="trainer schedule --pp 4 --microbatches 8")
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, virtual * num_ranks, num_ranks)
@@ -122,3 +124,34 @@ def in_turn(
         if lag is not None and place >= lag:
             row.append(backward[place - lag]._replace(kind="W"))
     return row + [action._replace(kind="W") for action in (backward[-lag:] if lag else ())]
+
+
+def with_transfers(schedule: Schedule, ahead: int = 0) -> list[list[Action]]:
+    """Return a schedule with sends and receives; each receive is posted `ahead` passes before its tensor is read.
+
+    A send comes right after the pass that made the tensor. Stages on one rank need none, and a W makes nothing that
+    travels. With ahead 1, rank 1 of 2 has RF0 RF1 F0 B0 SB0 F1 B1 SB1 of F0 B0 F1 B1. Between two ranks the tensors of
+    one direction have one order on both ends.
+
+    Posting ahead is not for GPUs yet: two of them never finished a step of 1F1B with tensors of 32 MiB. NCCL waits for
+    a tensor in a kernel; if anything waits for all kernels, two ranks that posted ahead wait for each other.
+    `simulate(..., blocking=True)` finds such rows.
+    """
+    ranks = stage_ranks(schedule)
+    return [_row_with_transfers(rank, row, ranks, ahead) for rank, row in enumerate(schedule)]
+
+
+def _row_with_transfers(rank: int, row: Sequence[Action], ranks: dict[int, int], ahead: int) -> list[Action]:
+    widened: list[Action] = []
+    num_posted = 0
+    for number, action in enumerate(row):
+        for later in row[num_posted : number + ahead + 1]:
+            before = {"F": later.stage - 1, "B": later.stage + 1}.get(later.kind, later.stage)
+            if ranks.get(before, rank) != rank:
+                widened.append(Action("RF" if later.kind == "F" else "RB", later.stage, later.microbatch))
+        num_posted = number + ahead + 1
+        widened.append(action)
+        after = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind, action.stage)
+        if ranks.get(after, rank) != rank:
+            widened.append(Action("SF" if action.kind == "F" else "SB", action.stage, action.microbatch))
+    return widened

@@ -101,7 +101,7 @@ def simulate(
     _check_order(schedule)
     max_sends = max_sends or most_sends(len(schedule), len(stage_ranks(schedule)))
     simulation = _Simulation(schedule, cost or costs(schedule), max_sends, blocking)
-    while simulation.is_running:
+    while any(place < len(row) for place, row in zip(simulation.places, schedule, strict=True)):
         if not any(simulation.advance(rank) for rank in range(len(schedule))):
             raise _fault(f"deadlock: {simulation.waits()}")
     for link in simulation.links.values():
@@ -157,10 +157,6 @@ class _Simulation:
         self.posted: dict[Action, float] = {}
         self.spans: dict[Action, tuple[float, float]] = {}
         self.links: dict[tuple[int, int, str], _Link] = defaultdict(_Link)
-
-    @property
-    def is_running(self) -> bool:
-        return any(place < len(row) for place, row in zip(self.places, self.schedule, strict=True))
 
     def advance(self, rank: int) -> bool:
         """Run a rank's row as far as the others' progress allows; return whether it moved."""

@@ -27,6 +27,9 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         num_stages = parallel.pp * parallel.virtual_stages
         ranges = stage_ranges(config, parameter_table(config), num_stages)
         pp += f" ({' + '.join(str(len(layers)) for layers in ranges)} layers)"
+    tokens_cut = ", sequence parallel" if cuts_tokens(config) else ""
+    if tokens_cut and parallel.tp_overlap_parts > 1:
+        tokens_cut += f" overlapped in {parallel.tp_overlap_parts} parts"
     facts = [
         ("trainer", __version__),
         (
@@ -37,7 +40,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         (
             "layout",
             f"tp {parallel.tp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
-            f"ZeRO stage {parallel.zero_stage}{tokens_cut(config)}",
+            f"ZeRO stage {parallel.zero_stage}{tokens_cut}",
         ),
         (
             "step",
@@ -54,14 +57,6 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ("device", f"{device_name(device)}, {train.precision}"),
     ]
     return facts + kept(tiers, config.checkpoint)
-
-
-def tokens_cut(config: Config) -> str:
-    """Return whether tokens are cut over tp, and if their transfers overlap with products in how many parts."""
-    if not cuts_tokens(config):
-        return ""
-    num_parts = config.parallel.tp_overlap_parts
-    return ", sequence parallel" + (f" overlapped in {num_parts} parts" if num_parts > 1 else "")
 
 
 def device_name(device: torch.device) -> str:

@@ -20,7 +20,7 @@ from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 
 WARM_UPS = 2
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+OPERATIONS: dict[str, tuple[str, ...]] = {"all_reduce": ("sum",), "all_gather": (), "reduce_scatter": ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,18 @@ def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callab
     groups = [mesh.tp, mesh.dp, *([mesh.world] if mesh.world.size > max(mesh.tp.size, mesh.dp.size) else [])]
     for group in (each for each in groups if each.size > 1):
         tensor = torch.zeros(-(-num_bytes // (4 * group.size)) * group.size, device=mesh.device)
-        found += [(group.size, group.name, name, partial(getattr(group, name), tensor)) for name in OPERATIONS]
+        for name, how in OPERATIONS.items():
+            found.append((group.size, group.name, name, partial(collect, group, name, tensor, *how)))
     if mesh.layout.pp > 1:
         sent, received = torch.zeros(2, max(num_bytes // 4, 1), device=mesh.device)
         previous, following = mesh.activations.previous, mesh.activations.following
         found.append((2, "pp", "send", partial(pass_on, previous, following, sent, received)))
     return found
+
+
+def collect(group: Group, operation: str, tensor: torch.Tensor, *how: str) -> None:
+    """Make one collective call, and wait for it."""
+    group.start(operation, tensor, *how).wait()
 
 
 def pass_on(previous: Group | None, following: Group | None, sent: torch.Tensor, received: torch.Tensor) -> None:

@@ -21,8 +21,7 @@ from trainer.model.stages import stage_flops, stage_ranges
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import peak_live
-from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.schedules import SCHEDULES, rank_actions
+from trainer.pipeline.schedules import SCHEDULES, rank_actions, with_transfers
 from trainer.pipeline.simulate import costs, simulate
 from trainer.run.banner import banner
 from trainer.store.optimizers import OPTIMIZERS

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+import torch
+
 from datakit import HostBatch
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK, UserError
@@ -27,7 +29,6 @@ from trainer.model.stages import with_layers
 from trainer.model.table import parameter_table
 from trainer.observe.flops import known_peak, token_flops
 from trainer.observe.metrics import Log, StepMetrics, throughput
-from trainer.ops.deterministic import make_deterministic
 from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
 from trainer.run.first_step import FirstStep
@@ -59,6 +60,16 @@ def train(config: Config) -> int:
             while run.goes_on:
                 ranks.naming_rank(run.step)
         return ranks.naming_rank(run.finish)
+
+
+def make_deterministic() -> None:
+    """Let this process use deterministic kernels alone, and fail where there is none; before CUDA starts.
+
+    Source: torch's notes on reproducibility; cuBLAS reads its workspace's size when it starts.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is not read
 
 
 def completed(config: Config) -> Config:

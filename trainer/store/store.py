@@ -137,10 +137,8 @@ class ParameterStore:
         self.join()
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self.mesh.device))
-            factor.record_stream(self._beside)
-            is_bad.record_stream(self._beside)
-            if late is not None:
-                late[0].record_stream(self._beside)
+            for number in (factor, is_bad) if late is None else (factor, is_bad, late[0]):
+                number.record_stream(self._beside)
         with torch.cuda.stream(self._beside):  # of None, it does nothing
             for buckets, intervals in self._updated:
                 intervals.update(optim, lr, updates, factor=factor, is_bad=is_bad, late=late, form=form)

@@ -11,7 +11,7 @@ from tests.trainer.support.parity import config_for, run_steps, small
 from tests.trainer.support.threads import run_threads
 from tests.trainer.support.weights import handle
 from trainer.config.resolve import layout_of, resolve
-from trainer.linear.gemm import Gemm
+from trainer.linear.weight import Gemm
 
 
 def test_the_products_are_those_of_plain_torch() -> None:

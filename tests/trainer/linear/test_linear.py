@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.trainer.support.weights import handle
-from trainer.linear.gemm import add_product
 from trainer.linear.linear import add_bias, linear
+from trainer.linear.weight import add_product
 from trainer.ops.activation import ACTIVATIONS, SWIGLU, Activation, activate
 
 

@@ -50,8 +50,8 @@ def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
         largest = group.start("all_reduce", torch.tensor([float(rank)]), "max").wait()
         shares = torch.zeros(2 * group.size)
         shares.view(group.size, 2)[group.index] = float(rank)
-        group.all_gather(shares)
-        summed = group.reduce_scatter(torch.full((2 * group.size,), float(rank)))
+        group.start("all_gather", shares).wait()
+        summed = group.share(group.start("reduce_scatter", torch.full((2 * group.size,), float(rank))).wait())
         own = group.start_scatter(torch.full((2 * group.size,), float(rank)), torch.zeros(2)).wait()
         assert own.equal(summed)
         assert group.start_scatter(torch.full((2 * group.size,), float(rank))).wait().equal(summed)
@@ -206,7 +206,7 @@ def test_a_mesh_has_groups_along_cp_and_ep() -> None:
 def test_one_process_needs_no_process_group() -> None:
     mesh = ProcessMesh(ParallelLayout(), 0, CPU, timeout_s=60)
     assert not dist.is_initialized()
-    assert mesh.has_last_stage
+    assert mesh.coords.pp == mesh.layout.pp - 1
     assert mesh.world.all_reduce(torch.tensor([3.0])).item() == 3.0
     assert mesh.world.start("all_reduce", torch.tensor([3.0])).wait().item() == 3.0
     assert mesh.world.all_gather_rows(torch.tensor([3.0])).tolist() == [[3.0]]

@@ -9,8 +9,7 @@ from tests.trainer.support.training import ROOT, call
 from threefold.errors import UserError
 from trainer.pipeline.actions import PASSES, Action
 from trainer.pipeline.draw import draw
-from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.schedules import one_f_one_b, zb_h1
+from trainer.pipeline.schedules import one_f_one_b, with_transfers, zb_h1
 from trainer.pipeline.simulate import costs, measured_costs, simulate
 
 GRID = """\

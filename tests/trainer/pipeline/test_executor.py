@@ -11,8 +11,7 @@ from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
 from trainer.pipeline.actions import Action
 from trainer.pipeline.executor import Executor
-from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.schedules import forward_only, gpipe, one_f_one_b, zb_h1
+from trainer.pipeline.schedules import forward_only, gpipe, one_f_one_b, with_transfers, zb_h1
 
 WIDTH, NUM_MICROBATCHES, MAX_SENDS = 3, 6, 2
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.pipeline.actions import PASSES, Action
-from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.schedules import forward_only, gpipe, one_f_one_b, zb_h1
+from trainer.pipeline.schedules import forward_only, gpipe, one_f_one_b, with_transfers, zb_h1
 
 MAKERS = st.sampled_from([gpipe, one_f_one_b, forward_only, zb_h1])
 

@@ -10,8 +10,7 @@ from ckptkit.model.layout import ParallelLayout, stage_rank
 from threefold.errors import UserError
 from trainer.config import ParallelConfig
 from trainer.pipeline.actions import PASSES, Action, peak_live, stage_ranks
-from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b, rank_actions, zb_h1
+from trainer.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b, rank_actions, with_transfers, zb_h1
 from trainer.pipeline.simulate import simulate
 
 SIZES = {"num_ranks": st.integers(1, 8), "num_microbatches": st.integers(1, 24), "virtual": st.integers(1, 3)}

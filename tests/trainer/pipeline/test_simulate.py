@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from threefold.errors import UserError
 from trainer.pipeline.actions import Action
-from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b, zb_h1
+from trainer.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b, with_transfers, zb_h1
 from trainer.pipeline.simulate import Timeline, costs, simulate
 
 MAKERS = [gpipe, one_f_one_b, forward_only, zb_h1]

@@ -123,7 +123,8 @@ def command_of(text: str) -> tuple[list[str], dict[str, int]]:
     if text.lstrip().startswith("--"):
         return flags_of(Script(f"train.py {text}").commands[0][1:]), {}
     script = Script(text)
-    commands = [command for each in script.commands for command in unwrapped(each)]
+    inner = [word for command in script.commands for word in command if ".py " in word]  # as of `bash -c "..."`
+    commands = [*script.commands, *(command for word in inner for command in Script(word).commands)]
     candidates = [command for command in commands if any(word.startswith("--") for word in program_flags(command))]
     if not candidates and any(word.startswith("--") for word in script.words):
         return flags_of(script.words), {}
@@ -142,12 +143,6 @@ def command_of(text: str) -> tuple[list[str], dict[str, int]]:
             if flag in spellings and (text if sign else value).isdecimal():
                 launch[name] = int(text if sign else value)
     return flags_of(flags), launch
-
-
-def unwrapped(command: list[str]) -> list[list[str]]:
-    """Return a command, and those that words of it hold, as of `bash -c "..."`."""
-    inner = [word for word in command if ".py " in word]
-    return [command, *(words for word in inner for words in Script(word).commands)]
 
 
 def program_flags(command: Sequence[str]) -> list[str]:

@@ -15,7 +15,6 @@ from threefold.options import Fault, FlagText, merge, walk
 from trainer.config import Config
 
 MARK = "~"
-WHAT = "a number of {}, got {!r}"
 
 IN_STEPS = {  # what flags count, and the options that have it in steps
     "train_samples": ("samples", "train.train_steps"),
@@ -53,7 +52,7 @@ def complete(tables: Mapping[str, Any], overrides: Settings, faults: list[Fault]
             options = error.options if isinstance(error, NotConverted) else {}
             faults.append((set(options), f"{text.flag}: {error}"))
         other = settings.get(ALONE.get(name, ""))
-        if other is not None and not is_zero(other.text):
+        if other is not None and not (is_number(other.text) and float(other.text) == 0):
             faults.append((set(), f"{text.flag}: {other.flag} {other.text} says it too, and one of them alone can"))
         settings |= {option: FlagText(value, text.flag) for option, value in options.items()}
     return settings
@@ -64,7 +63,7 @@ def whole(text: FlagText, what: str) -> int:
     with suppress(ValueError):
         if (number := int(text.text)) >= 0:
             return number
-    raise ValueError(f"must be {WHAT.format(what, text.text)}")
+    raise ValueError(f"must be a number of {what}, got {text.text!r}")
 
 
 def in_steps(unit: str, option: str, config: Config, text: FlagText) -> dict[str, str]:
@@ -156,11 +155,6 @@ def stores(text: FlagText, table: str) -> dict[str, str]:
         what = f"{foreign[0]} is a dataset of Megatron: datakit convert {foreign[0]} --output STORE makes a store of it"
         raise NotConverted(f"{what}, without tokenizing again", options)
     return options
-
-
-def is_zero(text: str) -> bool:
-    """Return whether a text is the number 0."""
-    return is_number(text) and not float(text)
 
 
 def is_number(text: str) -> bool:

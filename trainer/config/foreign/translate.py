@@ -44,20 +44,16 @@ class Translator:
             return answer
         if is_switch and values:
             is_negated = is_negated != (values.pop().lower() == "false")
+        meaning = entry.meaning(values)
         if entry.metavar and not values and not entry.metavar.endswith("?"):
             answer.faults.append(f"{flag}: {NEEDS_VALUE}")
-        else:
-            self._add(answer, flag, entry, values, is_negated=is_negated)
-        return answer
-
-    def _add(self, answer: Taken, flag: str, entry: Entry, values: Sequence[str], *, is_negated: bool) -> None:
-        meaning = entry.meaning(values)
-        if is_negated:
+        elif is_negated:
             self._add_negated(answer, flag, meaning)
         elif meaning.kind == "reads":
             self._add_file(answer, flag, values)
         else:
             self._add_meaning(answer, with_value(flag, entry, values), meaning, values, flag)
+        return answer
 
     def _add_meaning(self, answer: Taken, shown: str, meaning: Meaning, values: Sequence[str], flag: str) -> None:
         if meaning.kind == "no":

@@ -31,11 +31,10 @@ WARM_UPS, ROUNDS = 2, 5
 
 def backend_named(name: str) -> Backend:
     """Return a backend; UserError lists the names."""
-    for backend in BACKENDS:
-        if backend.name == name:
-            return backend
-    names = ", ".join(backend.name for backend in BACKENDS)
-    raise UserError(f"no attention backend is named {name!r}", hint=f"one of {names}")
+    by_name = {backend.name: backend for backend in BACKENDS}
+    if name not in by_name:
+        raise UserError(f"no attention backend is named {name!r}", hint=f"one of {', '.join(by_name)}")
+    return by_name[name]
 
 
 def choose(

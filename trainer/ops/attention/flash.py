@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.ops.attention.seam import Gradients, Mask, Saved
-from trainer.ops.attention.shapes import as_rows, lse_by_head, lse_by_row, refuses_half
+from trainer.ops.attention.seam import Gradients, Mask, Saved, as_rows, lse_by_head, lse_by_row, refuses_half
 
 INTERFACE_4 = "flash_attn.cute.interface"
 
@@ -31,8 +30,7 @@ class Flash2:
         package = import_module("flash_attn.flash_attn_interface")
         how = _how_2(q_TNH, mask) | {"return_softmax": False}
         if mask.cu_q is not None:
-            bounds = (mask.cu_q, mask.cu_k, mask.max_q, mask.max_k)
-            out, lse, *_ = package._flash_attn_varlen_forward(q_TNH, k_UKH, v_UKH, *bounds, **how)
+            out, lse, *_ = package._flash_attn_varlen_forward(q_TNH, k_UKH, v_UKH, *mask.bounds, **how)
             return out, lse
         out, lse, *_ = package._flash_attn_forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), **how)
         return out.flatten(0, 1), lse_by_head(lse)
@@ -44,8 +42,7 @@ class Flash2:
         how = _how_2(q_TNH, mask) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
         tensors = (dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH)
         if mask.cu_q is not None:
-            bounds = (mask.cu_q, mask.cu_k, mask.max_q, mask.max_k)
-            package._flash_attn_varlen_backward(*tensors, lse_NT.contiguous(), *grads, *bounds, **how)
+            package._flash_attn_varlen_backward(*tensors, lse_NT.contiguous(), *grads, *mask.bounds, **how)
         else:
             package._flash_attn_backward(
                 *as_rows(mask, *tensors), lse_by_row(lse_NT, mask), *as_rows(mask, *grads), **how

@@ -10,8 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.ops.attention.seam import Gradients, Mask, Saved
-from trainer.ops.attention.shapes import as_rows, lse_by_head, lse_by_row, refuses_all_but_rows, refuses_half
+from trainer.ops.attention.seam import (
+    Gradients,
+    Mask,
+    Saved,
+    as_rows,
+    lse_by_head,
+    lse_by_row,
+    refuses_all_but_rows,
+    refuses_half,
+)
 
 aten = torch.ops.aten
 
@@ -65,8 +73,7 @@ class CudaFlash:
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         q, k, v = as_rows(mask, q_TNH, k_UKH, v_UKH)
-        bounds = (mask.cu_q, mask.cu_k, mask.max_q, mask.max_k)
-        out, lse, *_ = aten._flash_attention_forward(q, k, v, *bounds, 0.0, True, False, **_window(mask))
+        out, lse, *_ = aten._flash_attention_forward(q, k, v, *mask.bounds, 0.0, True, False, **_window(mask))
         return (out, lse) if mask.cu_q is not None else (out.flatten(0, 1), lse_by_head(lse))
 
     def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
@@ -74,9 +81,8 @@ class CudaFlash:
         q_TNH, k_UKH, v_UKH, out_TNH, lse_NT = saved
         dout, q, k, v, out = as_rows(mask, dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH)
         no_dropout = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))  # its state, never read
-        bounds = (mask.cu_q, mask.cu_k, mask.max_q, mask.max_k)
         grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse_by_row(lse_NT, mask), *bounds, 0.0, True, *no_dropout, **_window(mask)
+            dout, q, k, v, out, lse_by_row(lse_NT, mask), *mask.bounds, 0.0, True, *no_dropout, **_window(mask)
         )
         dq, dk, dv = grads if mask.cu_q is not None else (each.flatten(0, 1) for each in grads)
         return dq, dk, dv
