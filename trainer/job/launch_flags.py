@@ -67,9 +67,8 @@ def is_not_negative(number: float) -> bool:
     return number >= 0
 
 
-FLAGS: dict[
-    str, tuple[str, Callable[[Any], object]]
-] = {  # what each takes, and what fails or is False for what it does not
+Reading = Callable[[Any], object]  # fails, or returns False, for what torch would refuse
+FLAGS: dict[str, tuple[str, Reading]] = {
     "nproc_per_node": ("a number above 0; or auto, cpu, gpu or xpu, where this node has it", has_ranks),
     "nnodes": ("a number above 0, or MIN:MAX", has_nodes),
     "rdzv_backend": (", ".join(BACKENDS), is_backend),
