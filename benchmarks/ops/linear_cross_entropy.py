@@ -64,8 +64,7 @@ def forms_of(x: Tensor, matrix: Weight, gradient: Tensor, labels: Tensor) -> dic
         torch.autograd.grad((losses * weights).sum(), x)
 
     def whole() -> None:
-        at = {"first_row": 0, "num_true_rows": vocabulary, "group": group}
-        losses = vocab_cross_entropy(linear(x, matrix), labels, **at)
+        losses = vocab_cross_entropy(linear(x, matrix), labels, part, group)
         torch.autograd.grad((losses * weights).sum(), x)
 
     forms: dict[str, Callable[[], object]] = {"products": products, "parts": parts, "whole": whole}

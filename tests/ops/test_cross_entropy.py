@@ -43,8 +43,8 @@ class Case:
     def results(self, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return losses and the gradient of the logits, which is in their memory."""
         logits = self.logits.detach().requires_grad_()
-        part = {"first_row": 0, "num_true_rows": self.num_true}
-        found = vocab_cross_entropy(logits.view_as(logits), self.labels, **part, group=ALONE, z_loss=z_loss)
+        part = VocabularyPart(0, self.num_true)
+        found = vocab_cross_entropy(logits.view_as(logits), self.labels, part, ALONE, z_loss=z_loss)
         weights = self.weights.to(found.device, found.dtype)
         (gradient,) = torch.autograd.grad((found * weights).sum(), logits)
         assert gradient.data_ptr() == self.logits.data_ptr()
@@ -104,13 +104,13 @@ def test_gradients_by_finite_differences(z_loss: float, device: str) -> None:
     case = Case((4, 9, 2), torch.float64, device)
 
     case.logits[:, 9:] = 0
-    at = {"first_row": 0, "num_true_rows": case.num_true}
+    at = VocabularyPart(0, case.num_true)
     weights, logits = case.weights.to(device), case.logits.clone()
     _, gradient = case.results(z_loss)
     for place in torch.ones_like(logits).nonzero().tolist():
         step = torch.zeros_like(logits)
         step[tuple(place)] = 1e-4
-        ahead, back = (vocab_cross_entropy(logits + sign * step, case.labels, **at, group=ALONE, z_loss=z_loss)
+        ahead, back = (vocab_cross_entropy(logits + sign * step, case.labels, at, ALONE, z_loss=z_loss)
                        for sign in (1, -1))  # fmt: skip
         slope = ((ahead - back) * weights).sum() / 2e-4
         assert float(gradient[tuple(place)]) == pytest.approx(float(slope), rel=1e-6, abs=1e-8)
@@ -141,14 +141,14 @@ def test_the_first_pass_leaves_the_logits_alone(device: str) -> None:
     before = case.memory.clone()
     row_sums(case.logits, case.labels, VocabularyPart(0, 300))
     with torch.no_grad():
-        vocab_cross_entropy(case.logits, case.labels, first_row=0, num_true_rows=300, group=ALONE)
+        vocab_cross_entropy(case.logits, case.labels, VocabularyPart(0, 300), ALONE)
     assert torch.equal(case.memory, before)
 
 
 def test_logits_that_someone_saved_are_not_overwritten_in_silence(device: str) -> None:
     case = Case((4, 20, 0), torch.float32, device)
     logits = case.logits.detach().requires_grad_().exp()  # exp saves its result
-    found = vocab_cross_entropy(logits, case.labels, first_row=0, num_true_rows=20, group=ALONE)
+    found = vocab_cross_entropy(logits, case.labels, VocabularyPart(0, 20), ALONE)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         found.sum().backward()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.trainer.support.training import call, curve, write_config, write_stores
 from trainer.config import OpsConfig, OptimConfig
-from trainer.config.ops import AttentionName
+from trainer.config.train import AttentionName
 from trainer.ops import forms, native
 from trainer.ops.activation import ACTIVATIONS
 from trainer.ops.adamw import Interval, IntervalTable

@@ -15,14 +15,8 @@ from trainer.config import Config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 
-UNSEEN_IN_SHAPES = (
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "norm",
-    "position",
-    "activation",
-)  # of the model's configuration
+# of the model's configuration
+UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "head_size", "norm", "position", "activation")
 
 
 @contextmanager

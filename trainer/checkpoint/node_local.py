@@ -63,7 +63,6 @@ class NodeLocalSteps:
             self._ranks.say(f"steps {listed} of {self.url} are not sound on all nodes under this layout: set aside")
 
     def _held(self, places: NodePlaces) -> dict[int, str]:
-        """Return the steps that this node or its peer holds for this node's ranks, and their attempts."""
         node, held = places.node, dict[int, str]()
         writers = (node.first_writer, node.num_local, node.num_writers)
         for run, step in places.committed(MAX_STEPS):

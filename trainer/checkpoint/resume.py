@@ -61,10 +61,8 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
         changes = changes_of_model(root, before, config)
     for line in changes:
         ranks.say(line)
-    newest = ranks.broadcast(
-        ranks.on_all(lambda: newest_of_tiers(tiers, own.steps, root.step) if ranks.rank == 0 else {})
-    )
-    return replace(read, config=config, newest=newest)
+    newest = ranks.on_all(lambda: newest_of_tiers(tiers, own.steps, root.step) if ranks.rank == 0 else {})
+    return replace(read, config=config, newest=ranks.broadcast(newest))
 
 
 def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:

@@ -175,7 +175,6 @@ class Saver:
         self._num_known_failed = num_failed
 
     def _end_of(self, num_failed: int) -> StorageError | None:
-        """Return the error that ends a run after so many failed saves in a row, if that is enough."""
         if num_failed < self._config.checkpoint.max_failed_saves:
             return None
         assert self._checkpointer is not None, "a save failed"

@@ -11,9 +11,9 @@ from trainer.config.checkpoint import CheckpointConfig as CheckpointConfig
 from trainer.config.data import DataConfig as DataConfig
 from trainer.config.data import ValidConfig as ValidConfig
 from trainer.config.model import ModelConfig as ModelConfig
-from trainer.config.ops import OpsConfig as OpsConfig
 from trainer.config.optim import OptimConfig as OptimConfig
 from trainer.config.parallel import ParallelConfig as ParallelConfig
+from trainer.config.train import OpsConfig as OpsConfig
 from trainer.config.train import TrainConfig as TrainConfig
 
 

@@ -93,7 +93,11 @@ def config_from(
     refuse_beyond(tables.get("model"), source)
     faults: list[Fault] = []
     asked_for = {*(names_in(tables) if written is None else written), *(overrides or {})}
-    config = effective(walk(Config, merged(tables, overrides or {}, faults), faults), but=asked_for)
+    names = [leaf.name for leaf in leaves(Config)]
+    ours, answered = answers(tables, {*names, *(name.rpartition(".")[0] for name in names)})
+    faults += answered  # what keys of other programs are here
+    settings = merge(ours, complete(ours, overrides or {}, faults))
+    config = effective(walk(Config, settings, faults), but=asked_for)
     if world_size is None:
         world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
     faulty = {name for names, _ in faults for name in names}  # these hold defaults: what they imply does not count
@@ -119,15 +123,6 @@ def refuse_beyond(model: Any, source: str) -> None:
     if parts:
         text = f"{source}: the model has what the trainer cannot train yet: {', '.join(parts)}"
         raise UserError(text, hint="take a model without; ckptkit imports, reshards and exports this one")
-
-
-def merged(tables: Mapping[str, Any], overrides: Settings, faults: list[Fault]) -> dict[str, Any]:
-    """Return tables with the flags put in; what other programs' keys are here goes into `faults`."""
-    names = [leaf.name for leaf in leaves(Config)]
-    known = {*names, *(name.rpartition(".")[0] for name in names)}
-    ours, answered = answers(tables, known)
-    faults += answered
-    return merge(ours, complete(ours, overrides, faults))
 
 
 def implied(fault: Fault, faulty: set[str]) -> bool:

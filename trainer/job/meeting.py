@@ -102,7 +102,6 @@ class Meeting:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of what an error of torch rests on."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error) or type(error).__name__).partition("\n")[0].removeprefix("[c10d] ")

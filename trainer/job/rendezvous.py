@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from threefold.errors import StorageError, UserError
 
@@ -22,15 +22,6 @@ RESOLVE_WITHIN_S = 60.0  # a new node's name may be known only after a while
 ANSWERS_WITHIN_S = 2.0  # beyond the time that torch has
 ALL_HERE, NUM_HERE = "all are here", "ranks here"
 MOST_NAMED = 8
-
-
-class Store(Protocol):
-    """What a job needs of torch's store."""
-
-    def set(self, key: str, value: str) -> object: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
 
 
 class Board:

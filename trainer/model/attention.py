@@ -1,17 +1,14 @@
 """Causal self-attention with grouped key-value heads: this rank computes its own heads."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from trainer.config import ModelConfig
-from trainer.linear.weight import Weight, add_or_write
 from trainer.model.microbatch import MicroBatch
-from trainer.model.norm import Norm
+from trainer.model.norm import Norm, WeightHandles
 from trainer.model.op_choices import OpChoices
 from trainer.ops.attention.seam import attention
-from trainer.ops.rope import QkNorm, rope_backward, rope_forward
+from trainer.ops.rope import rope_of_handles
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.unit import Unit
 
@@ -24,6 +21,7 @@ class Attention:
         window: int | None,
     ) -> None:  # fmt: skip
         self.tensor, self.choices, self.window, group = tensor, choices, window, tensor.group
+        self.eps = model.norm_eps
         self.counts = model.num_heads // group.size, max(model.num_kv_heads // group.size, 1)
         # key-value heads that several ranks hold have other holders than q, and so are a matrix of their own
         parts = ["qkv"] if group.size <= model.num_kv_heads else ["q", "kv"]
@@ -53,39 +51,10 @@ class Attention:
             norms = []
         if batch.turns_SH is None and not norms:
             return self._split(qkv_SC)
-        return _TurnedHeads.apply(qkv_SC, batch.turns_SH, self.counts, norms, self.choices.forms.rope)
+        handles = WeightHandles(norms[0].weight, norms[1].weight, norms[0].weight.epoch, None) if norms else None
+        return rope_of_handles(qkv_SC, batch.turns_SH, self.counts, handles, self.eps, self.choices.forms.rope)
 
     def _split(self, qkv_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads = self.counts
         heads = qkv_SC.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
         return heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-
-
-class _TurnedHeads(torch.autograd.Function):
-    """RoPE, and RMSNorm of heads before it: in place without a norm, since nobody else reads the product."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv_SC: Tensor, turns_SH: Tensor | None, counts: tuple[int, int], norms: list[Norm], form: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv_SC = qkv_SC.detach()
-        ctx.weights = [norm.weight for norm in norms]
-        ctx.epochs = [weight.epoch for weight in ctx.weights]
-        ctx.eps, ctx.form = norms[0].eps if norms else 0.0, form
-        ctx.save_for_backward(turns_SH, qkv_SC if norms else None)
-        return rope_forward(qkv_SC, turns_SH, counts, _qk_norm(ctx.weights, ctx.eps), in_place=not norms, form=form)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        turns_SH, qkv_SC = ctx.saved_tensors
-        norm = _qk_norm(ctx.weights, ctx.eps)
-        dqkv_SC, dweights = rope_backward((dq, dk, dv), qkv_SC, turns_SH, norm, form=ctx.form)
-        for weight, epoch, dweight in zip(ctx.weights, ctx.epochs, () if dweights is None else dweights, strict=True):
-            weight.check(epoch)
-            weight.add_gradient(add_or_write(dweight))
-        return dqkv_SC, None, None, None, None
-
-
-def _qk_norm(weights: list[Weight], eps: float) -> QkNorm | None:
-    return QkNorm(weights[0].values, weights[1].values, eps) if weights else None

@@ -51,7 +51,13 @@ class Chunk:
     def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this stage's layers, and the branch that is yet to be added to it."""
         batch = replace(batch, own_runs=self.tensor.own_runs(batch.runs))
-        x_TD = self._embedded(batch) if received_TD is None else received_TD
+        x_TD = received_TD
+        if x_TD is None:
+            start = self.begin.cross(anchor(batch.tokens_S.device))
+            x_TD = embed_tokens(batch.tokens_S, self.embed, self.tensor, start)
+            if self.positions is not None:
+                x_TD = x_TD + lookup(batch.own(batch.positions_S), self.positions, start)
+            x_TD = batch.drop(x_TD, layer=self.config.model.num_layers, site=0)
         branch_TD: Tensor | None = None
         model = self.config.model
         if model.position == "rope":
@@ -71,10 +77,3 @@ class Chunk:
         last = slice(batch.seq_length - 1, None, batch.seq_length)
         x_TD, branch_TD = self.hidden(None, batch)
         return self.head.logits(x_TD[last], None if branch_TD is None else branch_TD[last])
-
-    def _embedded(self, batch: MicroBatch) -> Tensor:
-        start = self.begin.cross(anchor(batch.tokens_S.device))
-        x_TD = embed_tokens(batch.tokens_S, self.embed, self.tensor, start)
-        if self.positions is not None:
-            x_TD = x_TD + lookup(batch.own(batch.positions_S), self.positions, start)
-        return batch.drop(x_TD, layer=self.config.model.num_layers, site=0)

@@ -40,10 +40,10 @@ class Head:
         There the step's loss is their sum times weights_S, which an evaluation leaves out.
         """
         x_SD = self.tensor.enter(self.norm(x_TD, branch_TD)[0])
-        z_loss, form = 0.0 if weights_S is None else self.z_loss, self.choices.forms.cross_entropy
+        z_loss = 0.0 if weights_S is None else self.z_loss
+        part = VocabularyPart(self.first_row, self.num_true_rows, self.choices.forms.cross_entropy)
         at_once = tokens_at_once(len(x_SD), self.matrix.shape[0] * x_SD.itemsize, self.max_bytes)
         if at_once < len(x_SD):
-            part = VocabularyPart(self.first_row, self.num_true_rows, form)
             x_SD = self.norm_end.cross(x_SD)
             with self.matrix_unit.passing(adds=weights_S is not None):
                 return linear_cross_entropy(
@@ -51,11 +51,8 @@ class Head:
                     tokens_at_once=at_once,
                 )  # fmt: skip
         x_SD = self.inner.cross(x_SD)
-        loss_S = vocab_cross_entropy(
-            linear(x_SD, self.matrix), labels_S, first_row=self.first_row, num_true_rows=self.num_true_rows,
-            group=self.group, z_loss=z_loss, form=form,
-        )  # fmt: skip
-        return self.end.cross(loss_S)
+        logits_SV = linear(x_SD, self.matrix)
+        return self.end.cross(vocab_cross_entropy(logits_SV, labels_S, part, self.group, z_loss=z_loss))
 
     def logits(self, x_TD: Tensor, branch_TD: Tensor | None) -> Tensor:
         """Return the logits of the whole vocabulary, [T, vocabulary]."""

@@ -27,13 +27,13 @@ class Norm:
         """
         if self.border is not None:
             self.border.forward()
-        handles = _Handles(self.weight, self.bias, self.weight.epoch, self.border)
+        handles = WeightHandles(self.weight, self.bias, self.weight.epoch, self.border)
         return add_norm(x, branch, *handles.read(), self.eps, handles, self.choices.forms.norm)
 
 
 @dataclass(frozen=True, slots=True)
-class _Handles:
-    """Weight and bias of one norm as they were at an epoch, and the border before it."""
+class WeightHandles:
+    """Weight and bias of one norm, or the weights of two, as they were at an epoch, and the border before it."""
 
     weight: Weight
     bias: Weight | None

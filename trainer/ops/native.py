@@ -69,10 +69,8 @@ def lacks_kernels(device: torch.device) -> str | None:
         return None
     if not has_cuda():
         return "the native library was built without CUDA: nvcc was not on PATH"
-    capability = torch.cuda.get_device_capability(device)
-    return (
-        None if capability >= MIN_CAPABILITY else f"they need sm_80 or newer, this is sm_{capability[0]}{capability[1]}"
-    )
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if (major, minor) >= MIN_CAPABILITY else f"they need sm_80 or newer, this is sm_{major}{minor}"
 
 
 def simd() -> str:

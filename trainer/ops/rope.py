@@ -19,7 +19,7 @@ from threefold.errors import UserError
 from trainer.config import ModelConfig
 from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
-from trainer.ops.norm import add_norm_reference
+from trainer.ops.norm import Handles, add_norm_reference
 
 
 class _Heads(ctypes.Structure):  # op_heads of csrc/ops/ops.h
@@ -103,8 +103,20 @@ def rope(
         return rope_reference(qkv_TC, turns_TH, num_heads, num_kv_heads, norm=norm)
     if in_place and norm is not None:
         raise UserError("rope: with a norm it cannot run in place", hint="in_place=False")
-    q_weight, k_weight, eps = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
-    return _Rope.apply(qkv_TC, turns_TH, q_weight, k_weight, (num_heads, num_kv_heads, eps, in_place, form))
+    if in_place and not qkv_TC.is_contiguous():
+        raise UserError(f"rope: in place, qkv must be contiguous; its strides are {list(qkv_TC.stride())}")
+    weights, eps = ((None, None), 0.0) if norm is None else ((norm.q_weight, norm.k_weight), norm.eps)
+    dense = (None if x is None else x.contiguous() for x in (turns_TH, *weights))
+    if in_place and not qkv_TC.is_inference():
+        torch.autograd.graph.increment_version(qkv_TC)
+    return _Rope.apply(qkv_TC.contiguous(), *dense, None, ((num_heads, num_kv_heads), eps, in_place, form))
+
+
+def rope_of_handles(
+    qkv_TC: Tensor, turns_TH: Tensor | None, counts: tuple[int, int], handles: Handles | None, eps: float, form: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same with a norm of weights that are not kept, or without one in place: nobody else reads qkv."""
+    return _Rope.apply(qkv_TC, turns_TH, None, None, handles, (counts, eps, handles is None, form))
 
 
 def rope_reference(
@@ -221,29 +233,29 @@ def _heads(qkv: Tensor, turns: Tensor | None, counts: tuple[int, int], norm: QkN
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, turns: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_heads, num_kv_heads, ctx.eps, in_place, ctx.form = rest
-        if in_place and not qkv.is_contiguous():
-            raise UserError(f"rope: in place, qkv must be contiguous; its strides are {list(qkv.stride())}")
-        qkv = qkv.detach().contiguous()  # of the views of a detached tensor autograd keeps no trail
-        turns, q_weight, k_weight = (None if x is None else x.contiguous() for x in (turns, q_weight, k_weight))
-        norm = _norm(q_weight, k_weight, ctx.eps)
-        heads = rope_forward(qkv, turns, (num_heads, num_kv_heads), norm, in_place=in_place, form=ctx.form)
-        if in_place and not qkv.is_inference():
-            torch.autograd.graph.increment_version(qkv)
-        ctx.save_for_backward(turns, q_weight, k_weight, None if q_weight is None else qkv)
-        return heads
+        ctx: Any, qkv: Tensor, turns: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+        handles: Handles | None, how: tuple[tuple[int, int], float, bool, str],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        qkv = qkv.detach()  # of the views of a detached tensor autograd keeps no trail
+        counts, ctx.eps, in_place, ctx.form = how
+        ctx.handles, norm = handles, _norm(handles, q_weight, k_weight, ctx.eps)
+        ctx.save_for_backward(turns, q_weight, k_weight, None if norm is None else qkv)
+        return rope_forward(qkv, turns, counts, norm, in_place=in_place, form=ctx.form)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         turns, q_weight, k_weight, qkv = ctx.saved_tensors
-        dqkv, dweights = rope_backward((dq, dk, dv), qkv, turns, _norm(q_weight, k_weight, ctx.eps), form=ctx.form)
-        if dweights is None:
-            return dqkv, None, None, None, None
-        return dqkv, None, dweights[0].to(dqkv.dtype), dweights[1].to(dqkv.dtype), None
+        norm = _norm(ctx.handles, q_weight, k_weight, ctx.eps)
+        dqkv, dweights = rope_backward((dq, dk, dv), qkv, turns, norm, form=ctx.form)
+        gradients: tuple[Tensor | None, ...] = (None, None)
+        if ctx.handles is not None and dweights is not None:
+            ctx.handles.take(tuple(dweights))
+        elif dweights is not None:
+            gradients = tuple(dweights.to(dqkv.dtype))
+        return dqkv, None, *gradients, None, None
 
 
-def _norm(q_weight: Tensor | None, k_weight: Tensor | None, eps: float) -> QkNorm | None:
+def _norm(handles: Handles | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float) -> QkNorm | None:
+    q_weight, k_weight = (q_weight, k_weight) if handles is None else handles.read()
     return None if q_weight is None or k_weight is None else QkNorm(q_weight, k_weight, eps)

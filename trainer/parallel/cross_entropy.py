@@ -18,16 +18,14 @@ from trainer.ops.dtypes import wide_dtype
 
 
 def vocab_cross_entropy(
-    logits_TV: Tensor, labels_T: Tensor, *, first_row: int, num_true_rows: int, group: Group, z_loss: float = 0.0,
-    form: str = "csrc",
-) -> Tensor:  # fmt: skip
+    logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, group: Group, *, z_loss: float = 0.0
+) -> Tensor:
     """Return -log softmax(logits)[label] of each token, in float32 or wider, the same on every rank of the group.
 
     With a z_loss that factor times the square of the log of the softmax's denominator is added. logits_TV holds this
-    rank's rows [first_row, first_row + V) of the vocabulary; columns from `num_true_rows` on are padding, which takes
-    no part. The backward overwrites the logits with their gradient, so it may run once; without it they stay.
+    rank's `part` of the vocabulary. The backward overwrites the logits with their gradient, so it may run once.
     """
-    return _VocabCrossEntropy.apply(logits_TV, labels_T, VocabularyPart(first_row, num_true_rows, form), group, z_loss)
+    return _VocabCrossEntropy.apply(logits_TV, labels_T, part, group, z_loss)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

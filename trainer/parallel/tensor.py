@@ -32,10 +32,6 @@ class TensorParallel:
     cuts_tokens: bool
     num_parts: int = 1
 
-    @property
-    def token_cut(self) -> TokenCut:
-        return TokenCut(self.group, self.num_parts)
-
     def enter(self, x_TD: Tensor) -> Tensor:
         """Return the input of cut weights, [S, D], from an activation that is replicated, or cut by tokens."""
         return gather_from(x_TD, self.group) if self.cuts_tokens else copy_to(x_TD, self.group)
@@ -51,7 +47,9 @@ class TensorParallel:
     def column_linear(self, x_TD: Tensor, weights: Sequence[tuple[Weight, Weight | None]]) -> Tensor:
         """Return this rank's outputs, [S, N / tp]: those of several weights side by side."""
         if self.cuts_tokens:
-            parts = [linear(x_TD, weight, bias, gather=self.token_cut) for weight, bias in weights]
+            parts = [
+                linear(x_TD, weight, bias, gather=TokenCut(self.group, self.num_parts)) for weight, bias in weights
+            ]
         else:
             x_TD = copy_to(x_TD, self.group)
             parts = [linear(x_TD, weight, bias) for weight, bias in weights]
@@ -65,7 +63,7 @@ class TensorParallel:
         if self.group.size == 1:
             return linear(x_SK, weight, bias, make_x=make_x)
         if self.cuts_tokens:
-            y_TD = linear(x_SK, weight, make_x=make_x, scatter=self.token_cut)
+            y_TD = linear(x_SK, weight, make_x=make_x, scatter=TokenCut(self.group, self.num_parts))
         else:
             y_TD = self.leave(linear(x_SK, weight, make_x=make_x))
         return y_TD if bias is None else add_bias(y_TD, bias)

@@ -77,5 +77,4 @@ def labels(timeline: Timeline) -> dict[Action, str]:
 
 
 def _cell(time: float, unit: float) -> int:
-    """Return the number of the cell that a time is nearest to the start of."""
     return math.floor(time / unit + 0.5)

@@ -42,6 +42,7 @@ class Evaluation:
         self.fault: Exception | None = None
         self._config, self._engine, self._mesh = config, engine, mesh
         self._blend, self._last = open_valid_blend(config, report), config.data.valid.num_samples - 1
+        self._firsts = range(0, self._last + 1, config.train.global_batch_size)  # the first sample of each step
         for first in self._firsts:
             samples = np.minimum(self._samples(first), self._last)
             host = self._host(samples)
@@ -65,10 +66,6 @@ class Evaluation:
             "num_tokens": int(num_tokens) if math.isfinite(num_tokens) else 0,
             "eval_s": time.perf_counter() - started,
         }
-
-    @property
-    def _firsts(self) -> range:
-        return range(0, self._config.data.valid.num_samples, self._config.train.global_batch_size)
 
     def _samples(self, first: int) -> Int64s:
         """Return the numbers of this rank's rows in the step from `first` on; the last ones may be past the end."""

@@ -105,7 +105,14 @@ class Run:
         self._record = blend.record.to_json()
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
         self._intake = Intake(self._reader, self._loader, self._fault_of)
-        self._log = ranks.on_all(self._open_log)
+        path, steps, every, start = (
+            config.log.metrics,
+            config.train.train_steps,
+            config.log.interval,
+            self.progress.step,
+        )
+        active = ranks.rank == 0
+        self._log = ranks.on_all(lambda: Log(path, train_steps=steps, interval=every, start_step=start, active=active))
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
         attempt = ranks.broadcast(secrets.token_hex(8))
@@ -308,16 +315,6 @@ class Run:
             before, after = (each.get(op, "csrc") for each in (recorded, names))
             if before != after:
                 self.ranks.say(f"not bit for bit as it was: {op} {before} -> {after}")
-
-    def _open_log(self) -> Log:
-        config = self.config
-        return Log(
-            config.log.metrics,
-            train_steps=config.train.train_steps,
-            interval=config.log.interval,
-            start_step=self.progress.step,
-            active=self.ranks.rank == 0,
-        )
 
     def _announce_length(self, length: int) -> None:
         step = self.progress.step

@@ -7,7 +7,7 @@ import time
 
 from threefold.cli import SAME_WITHIN_S
 from threefold.errors import UserError
-from trainer.job.heard_signals import ASKING, HeardSignals
+from trainer.job.passed_signals import ASKING, HeardSignals
 
 ENDING = (signal.SIGINT, signal.SIGTERM)  # the second of these ends the process
 OUT_OF_TIME = 256  # beside the numbers of signals, and above them, so that the ranks' maximum is one of them

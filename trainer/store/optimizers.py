@@ -7,7 +7,7 @@ checkpoint has them as `optim.<state>/<parameter>`, the dry run counts them.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +17,17 @@ from trainer.ops.adamw import Interval, IntervalTable
 from trainer.store.parameter import Parameter
 
 
-class Parts(Protocol):
-    """Parts of parameters that one optimizer updates, walked by one call."""
-
-    def write_squared_norms(self, out: Tensor) -> None:
-        """Write the squared norm of each part's gradient into its row of `out`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """How rows are updated. `part` takes a part's tensors by name, its states among them; `update` a `parts` of such.
 
-    The first moment, or what is in its place, comes first: all states have the dtype of the moments.
+    `parts` have `write_squared_norms(out)` too. The first moment, or what is in its place, comes first: all states have
+    the dtype of the moments.
     """
 
     states: tuple[str, ...]
     part: Callable[..., Any]
-    parts: Callable[[Sequence[Any]], Parts]
+    parts: Callable[[Sequence[Any]], Any]
     update: Callable[..., None]
 
 

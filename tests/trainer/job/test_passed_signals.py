@@ -11,8 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from trainer.job.heard_signals import ASKING
-from trainer.job.passed_signals import ENDING, PassedSignals, all_end_well, ranks_here
+from trainer.job.passed_signals import ASKING, ENDING, PassedSignals, all_end_well, ranks_here
 
 RANK = """
 import signal, sys, time

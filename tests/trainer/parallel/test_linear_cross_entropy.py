@@ -44,8 +44,7 @@ def trained(rank: int, tp: int, at_once: int, dtype: torch.dtype, z_loss: float,
                 replicated, matrix, labels, part, group, weights_T=weights, z_loss=z_loss, tokens_at_once=at_once
             )
         else:
-            place = {"first_row": part.first_row, "num_true_rows": part.num_true_rows}
-            losses = vocab_cross_entropy(linear(replicated, matrix), labels, **place, group=group, z_loss=z_loss)
+            losses = vocab_cross_entropy(linear(replicated, matrix), labels, part, group, z_loss=z_loss)
         (losses * weights).sum().backward()
         gradients |= {f"losses {number}": losses.detach(), f"x {number}": x.grad}
     return gradients

@@ -16,6 +16,7 @@ from trainer.linear.linear import linear
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.embedding import anchor, embed_tokens
+from trainer.ops.cross_entropy import VocabularyPart
 from trainer.parallel.cross_entropy import vocab_cross_entropy
 from trainer.parallel.tensor import TensorParallel
 
@@ -51,7 +52,7 @@ def cut(rank: int, cuts_tokens: bool, *, network: Network) -> dict[str, Any]:
     assert len(x) == NUM_TOKENS // (TP if cuts_tokens else 1)
     x = x + tensor.row_linear(torch.tanh(tensor.column_linear(x, [(up, up_bias)])), down, bias)
     logits = linear(tensor.enter(x), table)
-    losses = vocab_cross_entropy(logits, LABELS, first_row=2 * rank, num_true_rows=len(own_rows(rank)), group=tp)
+    losses = vocab_cross_entropy(logits, LABELS, VocabularyPart(2 * rank, len(own_rows(rank))), tp)
     (losses * WEIGHTS).sum().backward()
     return {"losses": losses.detach()} | {name: gradient for name, (_, gradient) in handles.items()}
 
@@ -85,6 +86,6 @@ def test_three_ranks_equal_the_whole(cuts_tokens: bool) -> None:
 
 def test_the_loss_of_bf16_logits_is_computed_in_fp32() -> None:
     logits = (30 * values(NUM_TOKENS, VOCAB, seed=6)).bfloat16()
-    losses = vocab_cross_entropy(logits, LABELS, first_row=0, num_true_rows=VOCAB, group=group())
+    losses = vocab_cross_entropy(logits, LABELS, VocabularyPart(0, VOCAB), group())
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, F.cross_entropy(logits.float(), LABELS, reduction="none"))
