@@ -28,6 +28,7 @@ from trainer.model.embedding import lookup
 from trainer.model.head import Head
 from trainer.model.microbatch import MicroBatch
 from trainer.ops.activation import Activation
+from trainer.ops.cross_entropy import VocabularyPart
 from trainer.parallel import tensor
 from trainer.parallel.collectives import copy_to
 from trainer.parallel.tensor import TensorParallel
@@ -133,8 +134,10 @@ def averaged(real: Any, self: Any) -> None:
     self.gradients.div_(self.group.size)
 
 
-def padding_takes_part(real: Any, logits_TV: torch.Tensor, labels_S: torch.Tensor, **options: Any) -> Any:
-    return real(logits_TV, labels_S, **options | {"num_true_rows": logits_TV.shape[-1]})
+def padding_takes_part(
+    real: Any, logits_TV: torch.Tensor, labels_S: torch.Tensor, part: VocabularyPart, *others: Any, **options: Any
+) -> Any:
+    return real(logits_TV, labels_S, replace(part, num_true_rows=logits_TV.shape[-1]), *others, **options)
 
 
 def next_first_row(real: Any, self: Head, *args: Any) -> None:
