@@ -146,6 +146,8 @@ def test_roots_of_different_tries_are_not_one_step(tmp_path: Path) -> None:
     assert "a slower tier" in str(lacking.value.hint)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_rollback_goes_back_on_all_nodes(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.save(2, 4, 6)
@@ -162,6 +164,8 @@ def test_rollback_goes_back_on_all_nodes(tmp_path: Path) -> None:
         job.run(lambda run, rank: run.rollback(6))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_retention_keeps_as_many_steps_on_each_node_and_replica(tmp_path: Path) -> None:
     job = Job(tmp_path)
 

@@ -104,6 +104,8 @@ def test_a_step_that_a_tier_is_to_have_stays_though_the_first_save_is_not_due_th
     assert (report.ok, report.warning) == (True, f"in {tmp_path / 'slow'}, as {disk / 'run'} has no room")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_steps_stay_for_a_tier_that_is_silent_as_long_as_saves_find_a_place(disk: Path, tmp_path: Path) -> None:
     """Once one did not, the next one does: a run of a full disk and a tier that takes nothing goes on."""
     fill(disk / "run", 6, 7)

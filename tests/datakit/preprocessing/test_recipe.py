@@ -38,6 +38,8 @@ def stop(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_store_is_finished_by_the_rules_that_it_was_begun_under(
     tmp_path: Path, table: str, ending_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

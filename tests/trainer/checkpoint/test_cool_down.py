@@ -40,6 +40,8 @@ def test_a_cool_down_from_a_saved_step_in_a_run_of_its_own(
     assert losses[0][3] == losses[1][3]  # the branch is the run, until its rate is another
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_later_starts_go_on_with_the_cool_down_named_or_not(
     job_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
