@@ -30,8 +30,9 @@ def config(model: str, layout: str, schedule: Any = "1f1b", **train: Any) -> Con
 
 
 def sums(rank: int, config: Config, *, network: Network) -> dict[str, list[list[torch.Tensor]]]:
-    """The gradients that a unit's weights have at the end of each of its passes of a step."""
-    engine = make_engine(rank, config, network=network)
+    """The gradients that a unit's weights have at the end of each of its passes of a step, before any is summed."""
+    apart = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=False))
+    engine = make_engine(rank, apart, network=network)
     gradients = defaultdict[str, list[list[torch.Tensor]]](list)
     with pytest.MonkeyPatch.context() as patch:
         real = Unit.end_adding
