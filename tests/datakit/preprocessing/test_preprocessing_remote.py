@@ -187,4 +187,4 @@ def test_a_server_that_is_gone_is_one_clear_error(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     with pytest.raises(StorageError, match=r"no answer from http://127.0.0.1:9") as caught:
         preprocess([f"{s3_url}/corpus"], "unused", Recipe(tokenizer_path))
-    assert caught.value.hint == "check AWS_ENDPOINT_URL"
+    assert caught.value.hint == "check AWS_ENDPOINT_URL, or --skip-unreadable to go on without it"
