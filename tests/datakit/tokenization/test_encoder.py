@@ -1,4 +1,4 @@
-"""Encoders: the fast engine stands in only where its ids are the same; the texts that probe it hold every token."""
+"""Encoders: the fast engine is used only where its ids are the same; texts that probe it contain every token."""
 
 import os
 import subprocess
