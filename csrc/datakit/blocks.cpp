@@ -11,10 +11,10 @@
 #include <cstring>
 #include <ctime>
 #include <memory>
-#include <set>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -34,7 +34,6 @@ struct Entry {
   Rank rank;
   int64_t used_ns;
   std::string name;
-  int64_t num_bytes;
   bool operator<(const Entry& other) const {
     return std::tie(rank, used_ns, name) < std::tie(other.rank, other.used_ns, other.name);
   }
@@ -75,30 +74,51 @@ Folder open_entries(int parent, const char* name) {
   return opened;
 }
 
-// What processes hold of a cache.
-struct Holdings {
-  int64_t num_processes = 0;
-  int64_t num_bytes = 0;  // of files that have no name among the blocks
-  std::set<ino_t> counted;
+// What files take, each once by however many names.
+class Taken {
+ public:
+  void add(const struct stat& status) {
+    int64_t& counted = by_file_[status.st_ino];
+    const int64_t grown = std::max(counted, room_of(status));  // it may have been written on since
+    total_ += grown - counted;
+    counted = grown;
+  }
+  int64_t total() const { return total_; }
+
+ private:
+  std::unordered_map<ino_t, int64_t> by_file_;
+  int64_t total_ = 0;
 };
 
-// Adds what a process holds, or removes its folder, if the process is over and so no longer has it locked.
-void add_process(int cache, const char* name, const std::unordered_set<ino_t>& blocks, Holdings& all) {
+// Adds what a process holds and returns whether it lives; a folder that is no longer locked is one of a process that is over,
+// and is removed.
+bool add_process(int cache, const char* name, Taken& taken) {
   const Folder opened = open_entries(cache, name);
-  if (!opened) return;
+  if (!opened) return false;
   const int folder = dirfd(opened.get());
   const bool is_over = flock(folder, LOCK_EX | LOCK_NB) == 0;
-  all.num_processes += !is_over;
   while (const dirent* entry = readdir(opened.get())) {
     struct stat status;
     if (fstatat(folder, entry->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(status.st_mode)) continue;
     if (is_over) {
       unlinkat(folder, entry->d_name, 0);
-    } else if (!blocks.count(status.st_ino) && all.counted.insert(status.st_ino).second) {
-      all.num_bytes += room_of(status);
+    } else {
+      taken.add(status);
     }
   }
   if (is_over) unlinkat(cache, name, AT_REMOVEDIR);
+  return !is_over;
+}
+
+// Removes a block and returns the bytes that are free by that: none if a process has come to hold it, or it is gone already.
+// A negative errno if it cannot be removed.
+int64_t remove_block(int folder, const char* name) {
+  const Descriptor file(openat(folder, name, O_PATH | O_NOFOLLOW | O_CLOEXEC));
+  if (file < 0) return errno == ENOENT ? 0 : -errno;
+  if (unlinkat(folder, name, 0) != 0) return errno == ENOENT ? 0 : -errno;
+  struct stat status;
+  if (fstat(file, &status) != 0) return -errno;
+  return status.st_nlink == 0 ? room_of(status) : 0;
 }
 
 // Writes a file under a hidden name, and then renames it; 0, or a negative errno.
@@ -149,10 +169,10 @@ static int64_t write_all(const char* folder, const char* process, const char* ro
   int64_t rest = 0;
   for (int64_t i = 0; i < num_blocks; ++i) rest += (sizes[i] + page_bytes - 1) / page_bytes * page_bytes;
   for (int64_t i = 0; i < num_blocks; ++i, names += std::strlen(names) + 1) {
-    rest -= (sizes[i] + page_bytes - 1) / page_bytes * page_bytes;
-    if (ftruncate(reserved, rest) != 0) return -errno;
     const int64_t code = write_block(own, hidden.c_str(), opened, names, static_cast<const char*>(contents[i]), sizes[i]);
     if (code) return code;
+    rest -= (sizes[i] + page_bytes - 1) / page_bytes * page_bytes;
+    if (ftruncate(reserved, rest) != 0) return -errno;  // only now, so that whoever counts finds one of the two
   }
   return 0;
 }
@@ -169,32 +189,31 @@ static int64_t evict(const char* folder, const char* names, int64_t num_needed, 
   std::unordered_set<std::string_view> needed_names;
   for (int64_t i = 0; i < num_needed; ++i, names += std::strlen(names) + 1) needed_names.insert(names);
   std::vector<Entry> entries;
-  std::vector<std::string> processes;
-  std::unordered_set<ino_t> blocks;
-  int64_t total = 0;
+  Taken taken;
+  *num_processes = 0;
+  while (const dirent* each = readdir(opened.get())) {  // first, as what a process writes moves to the blocks
+    if (std::string_view(each->d_name).substr(0, sizeof process_prefix - 1) == process_prefix) {
+      *num_processes += add_process(dirfd(opened.get()), each->d_name, taken);
+    }
+  }
+  rewinddir(opened.get());
   while (const dirent* each = readdir(opened.get())) {
     const std::string_view name = each->d_name;
-    if (name[0] == '.') {
-      if (name.substr(0, sizeof process_prefix - 1) == process_prefix) processes.emplace_back(name);
-      continue;
-    }
     struct stat status;
+    if (name[0] == '.') continue;
     if (fstatat(dirfd(opened.get()), each->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(status.st_mode)) continue;
-    total += room_of(status);
-    blocks.insert(status.st_ino);
+    taken.add(status);
     if (status.st_nlink > 1) continue;  // a process holds it, so that its room would not be free
     const Rank rank = needed_names.count(name) ? needed : unneeded;
-    entries.push_back({rank, status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec, each->d_name, room_of(status)});
+    entries.push_back({rank, status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec, each->d_name});
   }
-  Holdings holdings;
-  for (const std::string& process : processes) add_process(dirfd(opened.get()), process.c_str(), blocks, holdings);
-  *num_processes = holdings.num_processes;
-  total += holdings.num_bytes;
+  int64_t total = taken.total();
   std::sort(entries.begin(), entries.end());
   for (const Entry& each : entries) {
     if (total <= (each.rank == needed ? most : wanted)) break;
-    if (unlinkat(dirfd(opened.get()), each.name.c_str(), 0) != 0 && errno != ENOENT) return -errno;
-    total -= each.num_bytes;
+    const int64_t freed = remove_block(dirfd(opened.get()), each.name.c_str());
+    if (freed < 0) return freed;
+    total -= freed;
   }
   return total;
 }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -69,11 +69,10 @@ class BlockCache:
     def get(self, name: str, size_bytes: int, make: Callable[[], Buffer]) -> ShardFile:
         """Return the open file of a block; if it is not there, `make` fetches it, in one process at a time.
 
-        It is not kept, and may lose its name while it is open, if it may not be held.
+        It is not kept if it may not be held for longer than it is read.
         """
         file = self._opened(name, size_bytes, make)
-        if self.folder.may_hold(pages([size_bytes]), Kind.BLOCK):
-            self._hold(file, name, pages([size_bytes]))
+        file.is_kept = file.is_kept and self.folder.may_hold(0, Kind.BLOCK)  # it is counted already
         return file
 
     def _opened(self, name: str, size_bytes: int, make: Callable[[], Buffer]) -> ShardFile:
@@ -165,30 +164,28 @@ class BlockCache:
         return missing
 
     def _open(self, name: str, size_bytes: int) -> ShardFile | None:
-        path = self.folder.path / name
-        with self.folder.failures():
+        """Return the open file of a block, held; None if it is not there. Where files have one name each, not held."""
+        path, holdings = self.folder.path / name, self.folder.holdings
+        own = holdings.folder / name
+        with self.folder.failures(), holdings.linking():
             try:
-                file = ShardFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), is_kept=False)
+                is_linked = _is_linked(path, own)
+                descriptor = os.open(own if is_linked else path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-            found = os.fstat(file.descriptor)
+            found = os.fstat(descriptor)
             if found.st_size != size_bytes:  # somebody cut it
+                os.close(descriptor)
                 path.unlink(missing_ok=True)
+                own.unlink(missing_ok=True)
                 return None
             if time.time() - found.st_mtime > 1:  # the time of its last use, about
                 with suppress(OSError):
-                    os.utime(file.descriptor)
-        return file
-
-    def _hold(self, file: ShardFile, name: str, num_bytes: int) -> None:
-        """Hold an open file, unless it has lost its name, or files have one name each."""
-        holdings = self.folder.holdings
-        with holdings.linking(), suppress(OSError):
-            with suppress(FileExistsError):
-                os.link(file.path, holdings.folder / name)
-            holdings.add(name, num_bytes, Kind.BLOCK)
-            finalize(file, holdings.release, name).atexit = False
-            file.is_kept = True
+                    os.utime(descriptor)
+            if not is_linked:
+                return ShardFile(path, descriptor, is_kept=False)
+            holdings.add(name, pages([size_bytes]), Kind.BLOCK)
+            return ShardFile(path, descriptor, closed=partial(holdings.release, name))
 
     def _write(self, blocks: Sequence[tuple[str, int]], contents: Sequence[Buffer]) -> None:
         """Write blocks, after others were removed if need be."""
@@ -252,6 +249,19 @@ def shared_cache(folder: str | Path, cache_mib: int) -> BlockCache:
 def _least_mib(block_bytes: int) -> int:
     """Return the size of the least cache into a quarter of which a block fits, beside folders and locks: a 64th."""
     return -(-block_bytes * FITTING_PART * 64 // 63 >> 20)
+
+
+def _is_linked(path: Path, own: Path) -> bool:
+    """Give a file a second name, if it has it not yet; return whether it has it, as files may have one name each."""
+    try:
+        os.link(path, own)
+    except FileExistsError:
+        return True
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def _joined(blocks: Iterable[tuple[str, int]]) -> bytes:

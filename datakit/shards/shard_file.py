@@ -2,6 +2,7 @@
 
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
@@ -20,10 +21,12 @@ class ShardFile:
     If it is not kept, it is one reader's, which lets it go after it has read.
     """
 
-    def __init__(self, path: Path | str, descriptor: int, *, is_kept: bool = True) -> None:
-        """Own a descriptor of the file that messages name as `path`."""
+    def __init__(
+        self, path: Path | str, descriptor: int, *, is_kept: bool = True, closed: Callable[[], None] | None = None
+    ) -> None:
+        """Own a descriptor of the file that messages name as `path`; `closed` is called after it is closed."""
         self.path, self.descriptor, self.is_kept = path, descriptor, is_kept
-        self.close = finalize(self, os.close, descriptor)
+        self.close = finalize(self, _close, descriptor, closed)
         self.close.atexit = False  # threads may read until the very end
 
     def let_go(self) -> None:
@@ -43,6 +46,12 @@ class ShardFile:
                 hint=f"datakit verify {quoted(path.parent)}",
             )
         return file
+
+
+def _close(descriptor: int, closed: Callable[[], None] | None) -> None:
+    os.close(descriptor)
+    if closed is not None:
+        closed()
 
 
 class FilePiece(NamedTuple):

@@ -14,7 +14,6 @@ from datakit import write_store
 from datakit.shards.block_cache import BlockCache
 from datakit.shards.holdings import Kind
 from datakit.shards.kept_open import KeptOpen
-from datakit.shards.shard_file import ShardFile
 from tests.datakit.shards.test_block_cache import PROCESS, SIZE, blocks, content, get
 
 
@@ -35,17 +34,36 @@ def files_of(folder: Path) -> list[Path]:
 
 def test_mapped_and_open_blocks_stay_within_the_bound(tmp_path: Path) -> None:
     caches = [BlockCache(tmp_path, 40 * SIZE) for _ in range(4)]  # as those of four processes
-    blocks_kept = []
+    blocks_kept, opened = [], []
     for number in range(200):
         cache, name = caches[number % 4], str(number)
         memory = cache.mapped_block(name, SIZE, lambda name=name: content(name))
-        blocks_kept.append(memory if memory is not None else cache.get(name, SIZE, lambda name=name: content(name)))
+        if memory is not None:
+            blocks_kept.append(memory)
+        else:
+            read = cache.get(name, SIZE, lambda name=name: content(name))
+            read.let_go()
+            opened.append(read)
         if number % 10 == 9:
             assert used_bytes(tmp_path) <= 40 * SIZE
-    held = [memory for memory in blocks_kept if not isinstance(memory, ShardFile)]
-    assert len(held) == 4 * 4  # half of the cache, in equal parts
-    assert [memory.tobytes() for memory in held] == [content(str(number)) for number in range(16)]
+    assert len(blocks_kept) == 4 * 4  # half of the cache, in equal parts
+    assert not any(read.is_kept for read in opened)
+    assert [memory.tobytes() for memory in blocks_kept] == [content(str(number)) for number in range(16)]
     assert {str(number) for number in range(16)} <= blocks(tmp_path).keys()  # so nothing is fetched again
+
+
+def test_what_is_open_to_be_read_once_has_its_room_until_then(tmp_path: Path) -> None:
+    first, second = BlockCache(tmp_path, 40 * SIZE), BlockCache(tmp_path, 40 * SIZE)
+    mapped = [first.mapped_block(str(number), SIZE, lambda: content("x")) for number in range(10)]
+    assert mapped[-1] is None  # it has its part already
+    read = first.get("read", SIZE, lambda: content("read"))
+    assert not read.is_kept
+    for number in range(100):
+        second.get(f"other {number}", SIZE, lambda: content("y")).let_go()
+    assert os.fstat(read.descriptor).st_nlink == 2
+    assert used_bytes(tmp_path) <= 40 * SIZE
+    read.let_go()
+    assert not (first.folder.holdings.folder / "read").exists()
 
 
 def test_whole_files_are_held_up_to_half_and_leave_less_to_read_ahead(tmp_path: Path) -> None:
