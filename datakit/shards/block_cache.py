@@ -173,13 +173,13 @@ class BlockCache:
                 descriptor = os.open(own if is_linked else path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-            found = os.fstat(descriptor)
-            if found.st_size != size_bytes:  # somebody cut it
+            status = os.fstat(descriptor)
+            if status.st_size != size_bytes:  # somebody cut it
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
                 own.unlink(missing_ok=True)
                 return None
-            if time.time() - found.st_mtime > 1:  # the time of its last use, about
+            if time.time() - status.st_mtime > 1:  # the time of its last use, about
                 with suppress(OSError):
                     os.utime(descriptor)
             if not is_linked:
