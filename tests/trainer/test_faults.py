@@ -20,15 +20,16 @@ from tests.trainer.support.parity import (
     global_batch,
     make_engine,
     run_steps,
+    with_documents,
 )
 from tests.trainer.support.pass_faults import PASS_FAULTS
 from tests.trainer.support.plain_model import train
 from tests.trainer.support.threads import Deadlock, run_threads
-from tests.trainer.support.token_faults import TOKEN_FAULTS, compare_cut, turning_rows, windows
+from tests.trainer.support.token_faults import TOKEN_FAULTS, compare_cut, turning_rows
 from tests.trainer.support.void_faults import VOID_FAULTS
 from threefold.errors import UserError
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
-from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
@@ -50,6 +51,7 @@ def config_of(fault: Fault) -> Config:
             schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
             sequence_parallel="on" if fault.cuts_tokens else "off",
         ),
+        data=DataConfig(document_mask=fault.documents),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05, groups=fault.groups),
         train=TrainConfig(
             train_steps=5, seq_length=6, micro_batch_size=fault.micro_batch_size, global_batch_size=4,
@@ -73,7 +75,8 @@ def compare_plain(config: Config) -> None:
     batches = []
     for step in range(NUM_STEPS):
         parts = {name: part.unsqueeze(1) for name, part in global_batch(config, step).items()}
-        batches.append(Batch(**parts, first_sample=step * size))
+        batch = Batch(**parts, first_sample=step * size)
+        batches.append(with_documents(batch) if config.data.document_mask else batch)
     for step, expected in enumerate(train(config, plain, batches)):
         stats = engine.train_step(step, batches[step])
         equal = (stats.loss, stats.grad_norm) == pytest.approx(expected, rel=LOSSES_WITHIN)
@@ -157,13 +160,15 @@ def test_places_in_several_runs_pass(
 @pytest.mark.parametrize(
     ("layout", "num_parts"), [(None, 0), (TP, 2), (PP, 0), (DP, 0), (ParallelLayout(tp=2, pp=2), 1)], ids=str
 )
-@pytest.mark.parametrize("own", [(2, None), (None, 3), (1, 2)], ids=str)
+@pytest.mark.parametrize("own", [(2, 2), (3, 0), (1, 2), (9, 0)], ids=str)
+@pytest.mark.parametrize("documents", [False, True])
 def test_a_mask_a_layer_passes(
-    own: tuple[int | None, ...], layout: ParallelLayout | None, num_parts: int, monkeypatch: pytest.MonkeyPatch
+    own: tuple[int, int], layout: ParallelLayout | None, num_parts: int, documents: bool
 ) -> None:
-    windows(monkeypatch, *own)
-    options: dict[str, Any] = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1)}
-    compare(Fault("none", layout, lambda patch: None, **options))
+    """The last window is longer than a row."""
+    options: dict[str, Any] = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1), "documents": documents}
+    model = {"window": own[0], "window_every": own[1]}
+    compare(Fault("none", layout, lambda patch: None, model=model, **options))
 
 
 @pytest.mark.parametrize(

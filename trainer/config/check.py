@@ -7,7 +7,8 @@ from threefold.errors import UserError
 from threefold.needs import unmet
 from threefold.options import Fault
 from trainer.config import Config, OptimConfig
-from trainer.config.resolve import cuts_tokens, layers_by_hand, longest_row, row_lengths, tiers_of
+from trainer.config.resolve import cuts_tokens, layer_windows, layers_by_hand, longest_row, row_lengths, tiers_of
+from trainer.config.train import NO_WINDOW
 
 
 def cross_faults(config: Config, world_size: int) -> list[Fault]:
@@ -43,8 +44,12 @@ def model_faults(config: Config) -> Iterator[Fault]:
         yield {"model.rope_high_factor", "model.rope_low_factor", "model.rope_scaling"}, text
     if 0 < model.attention_window < rows:
         text = f"model.attention_window {model.attention_window} is less than rows of {rows} tokens"
-        text += ", and sliding windows are not computed: a shorter train.seq_length"
+        text += ", and may be of some layers alone: a shorter train.seq_length, or, if it is of all layers, "
+        text += f"--model.attention-window 0 --model.window {model.attention_window}"
         yield {"model.attention_window", "train.seq_length"}, text
+    if model.window and model.window_every == 1:
+        text = f"model.window_every 1 lets every layer see all tokens, and model.window is {model.window}"
+        yield {"model.window", "model.window_every"}, f"{text}: --model.window-every 2, or --model.window 0"
     if heads % (model.num_kv_heads or heads):
         text = f"model.num_heads {heads} is not a multiple of model.num_kv_heads {model.num_kv_heads}"
         yield {"model.num_heads", "model.num_kv_heads"}, text
@@ -199,6 +204,12 @@ def op_faults(config: Config) -> Iterator[Fault]:
         if form == "apex" and config.train.precision == "fp64":
             text = f"ops.{op} apex is for precisions bf16 and fp32: --ops.{op} csrc"
             yield {f"ops.{op}", "train.precision"}, text
+    if ops.attention in NO_WINDOW and any(layer_windows(config)):
+        text = f"ops.attention {ops.attention} has no window, and model.window is {config.model.window}: "
+        yield (
+            {"ops.attention", "model.window"},
+            f"{text}--ops.attention reference, or on GPUs --ops.attention sdpa-flash",
+        )
     if ops.rope != "csrc" and config.model.position != "rope" and not config.model.qk_norm:
         text = f"ops.rope {ops.rope} is for rotary positions and norms of heads: --model.position rope"
         yield {"ops.rope", "model.position", "model.qk_norm"}, text

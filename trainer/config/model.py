@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from threefold.needs import GIVEN
 from threefold.options import option
 
 ROPE, LLAMA3 = {"position": "rope"}, {"rope_scaling": "llama3"}
@@ -42,9 +43,16 @@ class ModelConfig:
     rope_original_length: int = option(
         8192, "tokens that llama3 counts the turns of a frequency in", minimum=1, needs=LLAMA3
     )
+    window: int = option(
+        0, "how many tokens a query sees, itself and those before it in its document; 0 means all", minimum=0
+    )
+    window_every: int = option(
+        0, "every so many layers, one sees all tokens: layers N, 2N, ...; 0 means none does", minimum=0,
+        needs={"window": GIVEN},
+    )  # fmt: skip
     attention_window: int = option(
         0,
-        "sliding window of a loaded model's attention: rows may be no longer; 0 means none",
+        "window of a loaded model on layers that window_every cannot name: rows may be no longer; 0 means none",
         minimum=0,
         keeps_bits=True,
     )

@@ -93,6 +93,17 @@ def longest_row(config: Config) -> int:
     return max(row_lengths(config))
 
 
+def layer_windows(config: Config) -> tuple[int | None, ...]:
+    """Return how many keys the queries of each layer see, their own among them; None for all before.
+
+    Layers that `window_every` counts see all, and a window that no row is longer than cuts nothing.
+    """
+    model = config.model
+    window = model.window if 0 < model.window < longest_row(config) else None
+    numbers, every = range(1, model.num_layers + 1), model.window_every
+    return tuple(None if every and number % every == 0 else window for number in numbers)
+
+
 def cuts_tokens(config: Config) -> bool:
     """Return whether tokens are cut over tp between the cut linears: sequence parallel, of rows of any length."""
     parallel, train = config.parallel, config.train

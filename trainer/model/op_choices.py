@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from threefold.errors import UserError
-from trainer.config import Config, ModelConfig, OpsConfig
-from trainer.config.resolve import longest_row
+from trainer.config import Config, OpsConfig
+from trainer.config.resolve import layer_windows, longest_row
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops import native
 from trainer.ops.attention.choose import BACKENDS, backend_named, choose
@@ -35,11 +35,6 @@ class OpChoices:
         return forms | {_op(kind): backend.name for kind, backend in self.attention.items()}
 
 
-def layer_windows(model: ModelConfig) -> tuple[int | None, ...]:
-    """Return how many keys the queries of each layer see, their own among them; None for all before."""
-    return (None,) * model.num_layers
-
-
 def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpChoices:
     """Return the configured forms, with attention by a rule; UserError if the device or the installation lacks one.
 
@@ -58,7 +53,7 @@ def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpCh
                 raise UserError(f"ops.{op} apex runs on CUDA, not on {mesh.device}", hint=f"--ops.{op} csrc")
             package(module)
     attention = choose_attention(config, mesh, dtype, {}, by_timing=False)
-    return OpChoices(attention, forms, layer_windows(config.model))
+    return OpChoices(attention, forms, layer_windows(config))
 
 
 def choose_attention(
@@ -77,7 +72,7 @@ def choose_attention(
         for heads in (model.num_heads, model.num_kv_heads)
     )
     like = _mask_like(config, mesh.device)
-    masks = [replace(like, window=window) for window in dict.fromkeys(layer_windows(model))]
+    masks = [replace(like, window=window) for window in dict.fromkeys(layer_windows(config))]
     named = config.ops.attention
     if named != "auto":
         backend = backend_named(named)

@@ -1,12 +1,14 @@
 """What a run reports when it starts: its model, how it is cut, what a step reads, and what will be kept."""
 
+from collections.abc import Iterator
+
 import torch
 
 from ckptkit import Retention, Tiers
 from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
-from trainer.config.resolve import cuts_tokens, row_lengths
+from trainer.config.resolve import cuts_tokens, layer_windows, longest_row, row_lengths
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
 from trainer.observe.flops import count_parameters
@@ -37,6 +39,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
             f"{num_parameters:,} parameters: {model.num_layers} layers of {model.hidden_size}, {heads}, "
             f"{model.activation} of {model.ffn_hidden_size}, {model.position} positions, {model.vocab_size:,} tokens",
         ),
+        *(("windows", text) for text in windows_text(config)),
         (
             "layout",
             f"tp {parallel.tp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
@@ -57,6 +60,18 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ("device", f"{device_name(device)}, {train.precision}"),
     ]
     return facts + kept(tiers, config.checkpoint)
+
+
+def windows_text(config: Config) -> Iterator[str]:
+    """Yield what a window cuts, if the model has one."""
+    model, windows = config.model, layer_windows(config)
+    num_cut = sum(window is not None for window in windows)
+    if num_cut:
+        full = f", {len(windows) - num_cut} of them all" if num_cut < len(windows) else ""
+        yield f"queries of {num_cut} layers see {model.window:,} tokens{full}"
+    elif model.window:
+        longest = longest_row(config)
+        yield f"a window of {model.window:,} cuts nothing of rows of {longest:,} tokens: all layers see all of them"
 
 
 def device_name(device: torch.device) -> str:

@@ -72,7 +72,10 @@ class TrainedModel:
         """Build and restore; a per-tensor report if the checkpoint holds another model than configured."""
         config, root = checkpoint.config, checkpoint.root
         self.mesh = mesh_of(config, ranks.rank, ranks.device)
-        self.engine = ranks.on_all(lambda: Engine(config, self.mesh, with_optimizer=False))
+        # which layers' windows cut something follows from the longest rows, and generation reads so many tokens
+        longest = max(config.train.seq_length, checkpoint.window)
+        widest = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_length=longest))
+        self.engine = ranks.on_all(lambda: Engine(widest, self.mesh, with_optimizer=False))
         ranks.on_all(lambda: restore_step(self.engine, checkpoint.run, root.step))
         self.engine.store.publish()
         trained_in = root.metadata.get("config", {}).get("train", {}).get("precision", config.train.precision)

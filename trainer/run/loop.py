@@ -312,8 +312,10 @@ class Run:
         if self.ranks.rank == 0:
             print_facts(list(names.items()))
         for op in {**recorded, **names} if recorded else ():
-            before, after = (each.get(op, "csrc") for each in (recorded, names))
-            if before != after:
+            # what brings another kind of mask is a setting, and is reported as one
+            form = None if op.startswith("attention") else "csrc"
+            before, after = (each.get(op, form) for each in (recorded, names))
+            if before != after and before and after:
                 self.ranks.say(f"not bit for bit as it was: {op} {before} -> {after}")
 
     def _announce_length(self, length: int) -> None:

@@ -76,6 +76,16 @@ def test_all_faults_are_reported_together() -> None:
         ({"model": {"hidden_size": 250}}, "model.hidden_size 250 is not a multiple of model.num_heads 4"),
         ({"model": {"hidden_size": 12}}, "model.position rope needs an even head size, got hidden_size 12"),
         ({"model": {"num_kv_heads": 3}}, "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),
+        ({"model": {"window": -1}}, "model.window: must be at least 0, got -1"),
+        ({"model": {"window": 9, "window_every": -2}}, "model.window_every: must be at least 0, got -2"),
+        ({"model": {"window_every": 2}}, "model.window_every needs model.window"),
+        ({"model": {"window": 9, "window_every": 1}}, "model.window_every 1 lets every layer see all tokens, and"),
+        (
+            {"model": {"window": 9}, "ops": {"attention": "sdpa-cudnn"}},
+            "ops.attention sdpa-cudnn has no window, and model.window is 9: --ops.attention reference, or on GPUs "
+            "--ops.attention sdpa-flash",
+        ),
+        ({"model": {"attention_window": 9}}, "model.attention_window 9 is less than rows of 256 tokens, and may be"),
         ({"optim": {"lr": 1e-6}}, "optim.min_lr 3e-05 is above optim.lr 1e-06"),
         (
             {"optim": {"moments": "bf16"}, "train": {"precision": "fp64"}},

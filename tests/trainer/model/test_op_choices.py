@@ -1,6 +1,8 @@
 """Attention is chosen for the tensors that a run has, once for each kind of mask."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from ckptkit.model.layout import ParallelLayout
 from datakit import MixtureConfig
 from tests.trainer.support.parity import config_for, make_engine, small
 from threefold.errors import UserError
+from trainer.config.train import NO_WINDOW
 from trainer.mesh.mesh import mesh_of
 from trainer.model import op_choices
+from trainer.ops.attention.choose import BACKENDS
 from trainer.ops.attention.seam import Mask
 from trainer.run.stage_times import Nobody
 
@@ -50,7 +54,7 @@ def test_attention_is_chosen_with_the_longest_rows(monkeypatch: pytest.MonkeyPat
 def test_a_backend_is_chosen_and_recorded_for_each_kind_of_mask(
     monkeypatch: pytest.MonkeyPatch, recorded: dict[str, str], expected: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(op_choices, "layer_windows", lambda model: (None, 4, 4))
+    monkeypatch.setattr(op_choices, "layer_windows", lambda config: (None, 4, 4))
     engine = make_engine(0, small(config_for("llama", ParallelLayout())))
     engine.choose_ops(recorded, by_timing=False)
     assert engine.choices.names == expected
@@ -65,7 +69,7 @@ def test_each_kind_of_mask_is_chosen_by_its_own(monkeypatch: pytest.MonkeyPatch)
         asked.append(mask.window)
         return "reference" if mask.window is None else "sdpa-cpu"
 
-    monkeypatch.setattr(op_choices, "layer_windows", lambda model: (8, None, 8))
+    monkeypatch.setattr(op_choices, "layer_windows", lambda config: (8, None, 8))
     monkeypatch.setattr(op_choices, "choose", choose)
     engine = make_engine(0, small(config_for("llama", ParallelLayout())))
     assert asked == [8, None], "once a kind, not a layer"
@@ -76,7 +80,7 @@ def test_a_named_backend_that_one_kind_of_mask_refuses_is_an_error(monkeypatch: 
     config = small(config_for("llama", ParallelLayout()))
     config = replace(config, ops=replace(config.ops, attention="sdpa-cpu"))
     assert make_engine(0, config).choices.names == {"attention": "sdpa-cpu"}
-    monkeypatch.setattr(op_choices, "layer_windows", lambda model: (None, None, 8))
+    monkeypatch.setattr(op_choices, "layer_windows", lambda config: (None, None, 8))
     with pytest.raises(UserError, match=r"ops.attention sdpa-cpu: .*window"):
         make_engine(0, config)
 
@@ -86,3 +90,28 @@ def test_the_kind_of_a_mask_is_what_layers_differ_in() -> None:
     assert [mask.kind, replace(mask, window=4).kind] == ["", "window-4"]
     assert replace(Mask.of_documents(torch.tensor([0, 16]), 16), alibi=torch.ones(2)).kind == "alibi"
     assert replace(mask, window=4, alibi=torch.ones(2)).kind == "window-4-alibi"
+
+
+def test_a_window_no_row_is_longer_than_is_none() -> None:
+    config = small(config_for("llama", ParallelLayout()))
+    length, windows = config.train.seq_length, {}
+    for window in (length - 1, length, length + 1):
+        other = replace(config, model=replace(config.model, window=window, window_every=3))
+        windows[window] = make_engine(0, other).choices.windows
+    assert windows == {length - 1: (length - 1, length - 1, None), length: (None,) * 3, length + 1: (None,) * 3}
+    longer = MixtureConfig(from_step=5, seq_length=2 * length)
+    other = replace(config, model=replace(config.model, window=length), data=replace(config.data, mixture=(longer,)))
+    assert make_engine(0, other).choices.windows == (length,) * 3, "rows that come later count"
+
+
+def test_which_backends_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of a configuration, which has no tensors, knows them by name."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    mask, without = Mask(None, None, 4, 4, 2), set()
+    for backend in BACKENDS:
+        device = SimpleNamespace(type="cpu" if backend.name == "sdpa-cpu" else "cuda")
+        q: Any = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=(4, 1, 32))
+        if "window" in str(backend.refusal(q, q, mask)):
+            without.add(backend.name)
+    assert without == set(NO_WINDOW)

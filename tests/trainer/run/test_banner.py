@@ -8,7 +8,7 @@ from tests.trainer.support.training import call
 from threefold.version import __version__
 from trainer.config.resolve import tiers_of
 from trainer.config.walk import config_from
-from trainer.run.banner import kept
+from trainer.run.banner import kept, windows_text
 
 
 def test_a_run_says_what_it_is_and_where_it_saves(
@@ -40,6 +40,21 @@ def test_a_run_says_what_it_is_and_where_it_saves(
     text = capsys.readouterr().err
     assert "save     nowhere: nothing of this run will be kept (--save URL keeps it)\n" in text
     assert "resume" not in text
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ({}, []),
+        ({"window": 8}, ["queries of 3 layers see 8 tokens"]),
+        ({"window": 8, "window_every": 3}, ["queries of 2 layers see 8 tokens, 1 of them all"]),
+        ({"window": 31, "window_every": 9}, ["queries of 3 layers see 31 tokens"]),
+        ({"window": 2048}, ["a window of 2,048 cuts nothing of rows of 32 tokens: all layers see all of them"]),
+    ],
+)
+def test_what_a_window_cuts_is_said(window: dict, expected: list) -> None:
+    model = {"num_layers": 3, **window}
+    assert list(windows_text(config_from({"model": model, "train": {"seq_length": 32}}, source=""))) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """Generation continues a prompt as the model's logits say."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.trainer.support import plain_model
 from tests.trainer.support.training import call
+from trainer.job.ranks import Ranks
 from trainer.run.generate import continue_tokens
+from trainer.run.inference import TrainedModel, open_checkpoint
 
 
 def successor(window: list[int]) -> torch.Tensor:
@@ -65,6 +69,30 @@ def test_the_command_prints_prompt_and_continuation(run: Path, capsys: pytest.Ca
         texts.append(capsys.readouterr().out)
     assert all(text.startswith("w1 w2 w3 ") and len(text.split()) == 43 for text in texts)
     assert texts[0] == texts[3] != texts[1] == texts[2]
+
+
+def test_a_window_cuts_rows_that_are_longer_than_those_of_training(job_config: Path, tmp_path: Path) -> None:
+    """As where the last rows of a mixture were longer: what the configuration plans says nothing of them."""
+    flags = ["--model.window", 8, "--model.window-every", 2, "--train.seq-length", 4]
+    assert call("train", job_config, "--train-steps", 1, "--save", tmp_path / "run", *flags) == 0
+    checkpoint = replace(open_checkpoint(str(tmp_path / "run"), None, {}, world_size=1), window=16)
+    assert checkpoint.config.train.seq_length == 4
+    tokens = torch.randint(61, (1, 16), generator=torch.Generator().manual_seed(0))
+    with Ranks("cpu", timeout_s=60) as ranks:
+        engine = TrainedModel(checkpoint, ranks).engine
+        logits = engine.logits(tokens)
+        windows = [block.attention.window for block in engine.chunks[0].blocks]
+        names = engine.choices.names
+        state = {name: value.detach().double() for name, value in engine.store.values()}
+    assert windows == [8, None, 8]
+    assert names == {"attention": "sdpa-cpu", "attention-window-8": "reference"}
+    model, positions = engine.config.model, torch.arange(16).unsqueeze(0)
+    expected, full = (
+        plain_model.logits(each, state, tokens, positions, lambda x, **place: x)[:, -1, :61]
+        for each in (model, replace(model, window=0))
+    )
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+    assert (expected - full).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

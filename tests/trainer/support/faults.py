@@ -61,6 +61,7 @@ class Fault:
     schedule: str = "1f1b"
     num_parts: int = 1  # in which cut tokens are transferred
     micro_batch_size: int = 1
+    documents: bool = False  # attention stays in them
     trips: str = ""
     groups: tuple[GroupConfig, ...] = ()
     shows: Callable[[], object] | None = None

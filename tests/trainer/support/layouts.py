@@ -42,13 +42,14 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
             "position": ("rope", "learned", "none"),
             "activation": ("swiglu", "gelu"),
             "dropout": (0.0, 0.2),
+            "window": (0, 1, 2, 3),
         }.items()
     }  # fmt: skip
     model = ModelConfig(
         num_layers=layout.pp * virtual + draw(st.integers(0, 1)), hidden_size=num_heads * draw(st.sampled_from([2, 4])),
         num_heads=num_heads, num_kv_heads=kv_heads, ffn_hidden_size=layout.tp * draw(st.integers(1, 5)),
         vocab_size=draw(st.integers(layout.tp, 23)), round_vocab_to=draw(st.sampled_from([1, 4])), init_std=0.3,
-        **options,
+        window_every=draw(st.sampled_from([0, 2, 3])) if options["window"] else 0, **options,
     )  # fmt: skip
     sequence_parallel = draw(st.sampled_from(["auto", "off"]))
     seq_length = draw(st.integers(2, 6))

@@ -13,7 +13,6 @@ from torch import Tensor
 from trainer.config import Config, ModelConfig
 from trainer.config.optim import GroupConfig
 from trainer.config.resolve import settled
-from trainer.model import op_choices
 from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
 
@@ -34,12 +33,12 @@ def logits(
     if model.position == "learned":
         x_BSD = x_BSD + state["pos.weight"][positions_BS]
     x_BSD = drop(x_BSD, layer=model.num_layers, site=0)
-    windows = op_choices.layer_windows(model)
     for layer in range(model.num_layers):
         prefix = f"layers.{layer}."
         part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        window = 0 if model.window_every and (layer + 1) % model.window_every == 0 else model.window
         x_BSD = x_BSD + drop(
-            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS, documents_BS, windows[layer]),
+            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS, documents_BS, window),
             layer=layer,
             site=0,
         )
@@ -117,7 +116,7 @@ def _attend(
     x_BSD: Tensor,
     positions_BS: Tensor,
     documents_BS: Tensor | None,
-    window: int | None,
+    window: int,
 ) -> Tensor:
     size = model.hidden_size // model.num_heads
     q, k, v = (_linear(part, f"attn.{name}", x_BSD).unflatten(-1, (-1, size)) for name in "qkv")  # [B, S, N, H]

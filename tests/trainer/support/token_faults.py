@@ -16,6 +16,8 @@ from trainer.model.chunk import Chunk
 from trainer.model.microbatch import MicroBatch
 from trainer.parallel import tensor
 
+WINDOWS = {"window": 2, "window_every": 2}
+
 
 def rows_turned(batch: MicroBatch) -> MicroBatch:
     """The same micro-batch with its rows in the other order: as many runs as rows."""
@@ -77,14 +79,23 @@ def of_another_run(*fields: str) -> Any:
     return wrapping(MicroBatch, "cut", cut)
 
 
-def windows(patch: Patch, *of_layers: int | None) -> None:
-    """Let queries of each layer see so many keys, or all before for None; plain torch does the same."""
-    patch.setattr(op_choices, "layer_windows", lambda model: of_layers)
+def one_more(real: Any, config: Any) -> Any:
+    return tuple(window and window + 1 for window in real(config))
+
+
+def one_less(real: Any, config: Any) -> Any:
+    return tuple(window and window - 1 for window in real(config))
+
+
+def turned(real: Any, config: Any) -> Any:
+    return real(config)[::-1]
+
+
+def over_documents(real: Any, self: MicroBatch, **own: Any) -> Any:
+    return real(self if own["window"] is None else replace(self, documents=None), **own)
 
 
 def masks_of_the_layer_above(patch: Patch) -> None:
-    windows(patch, 2, None)
-
     def init(real: Any, self: Block, model: Any, store: Any, number: int, *rest: Any) -> None:
         real(self, model, store, number, *rest)
         self.attention.window = self.attention.choices.windows[(number + 1) % 2]
@@ -93,8 +104,6 @@ def masks_of_the_layer_above(patch: Patch) -> None:
 
 
 def masks_from_zero(patch: Patch) -> None:
-    windows(patch, 2, None)
-
     def init(real: Any, self: Chunk, *args: Any) -> None:
         real(self, *args)
         for number, block in enumerate(self.blocks):
@@ -104,7 +113,6 @@ def masks_from_zero(patch: Patch) -> None:
 
 
 def one_mask_a_batch(patch: Patch) -> None:
-    windows(patch, 2, None)
     masks: dict[int, Any] = {}
     wrapping(MicroBatch, "mask", lambda real, self, **own: masks.setdefault(id(self), real(self, **own)))(patch)
 
@@ -116,7 +124,19 @@ TOKEN_FAULTS = [
     Fault("losses that are cut have weights of the wrong run", None, of_another_run("loss_mask_S"), shows=compare_cut),
     Fault("positions that are cut are of the wrong run", None, of_another_run("positions_S"), shows=compare_cut),
     Fault("documents that are cut are of the wrong run", None, of_another_run("documents"), shows=compare_cut),
-    Fault("a layer has the mask of the layer above", None, masks_of_the_layer_above),
-    Fault("the layers of a batch share the mask of the first", None, one_mask_a_batch),
-    Fault("masks number layers within a stage", PP, masks_from_zero),
+    Fault("a layer has the mask of the layer above", None, masks_of_the_layer_above, model=WINDOWS),
+    Fault("the layers of a batch share the mask of the first", None, one_mask_a_batch, model=WINDOWS),
+    Fault("masks number layers within a stage", PP, masks_from_zero, model=WINDOWS),
+    Fault("a window is off by one", None, wrapping(op_choices, "layer_windows", one_more), model=WINDOWS),
+    Fault("a window ends a token early", None, wrapping(op_choices, "layer_windows", one_less), model=WINDOWS),
+    Fault(
+        "layers that see all are counted from zero", None, wrapping(op_choices, "layer_windows", turned), model=WINDOWS
+    ),
+    Fault(
+        "a window goes on before the begin of a document",
+        None,
+        wrapping(MicroBatch, "mask", over_documents),
+        model=WINDOWS,
+        documents=True,
+    ),
 ]
