@@ -24,6 +24,7 @@ from tests.trainer.support.parity import (
 )
 from tests.trainer.support.pass_faults import PASS_FAULTS
 from tests.trainer.support.plain_model import train
+from tests.trainer.support.recompute_faults import RECOMPUTE_FAULTS
 from tests.trainer.support.threads import Deadlock, run_threads
 from tests.trainer.support.token_faults import TOKEN_FAULTS, compare_cut, turning_rows
 from tests.trainer.support.void_faults import VOID_FAULTS
@@ -33,7 +34,7 @@ from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, Paralle
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
-ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS, *PASS_FAULTS, *VOID_FAULTS]
+ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS, *PASS_FAULTS, *RECOMPUTE_FAULTS, *VOID_FAULTS]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, round_vocab_to=1,

@@ -31,6 +31,9 @@ FUNCTIONS = {
     "lr_decay_type": "`optim.schedule`, and `optim.wsd_decay` with a ratio",
     "min_lr_factor": "`optim.min_lr`, as a part of `optim.lr`",
     "layers_per_virtual_stage": "`parallel.virtual_stages`, by layers and `parallel.pp`",
+    "recompute_modules": "`train.recompute_modules`: layernorm is norms, core_attn never kept",
+    "selective": "`train.recompute` = selective with modules that are kept here",
+    "uniform": "`train.recompute_num_layers` = 0, of units of one layer",
     "llama3_scaling": "`model.rope_scaling`, with the factors of Llama 3.1",
     "data_path": "`data.stores` and `data.weights`",
     "train_data_path": "`data.stores` and `data.weights`",
@@ -78,5 +81,5 @@ def cell_of(meaning: Meaning) -> str:
     if meaning.kind == "sets":
         return ", ".join(code(word.replace("=", " = ").replace("*", " × ")) for word in meaning.text.split())
     if meaning.kind == "by":
-        return FUNCTIONS[meaning.text]
+        return "; ".join([FUNCTIONS[meaning.text], *([plain(meaning.why)] if meaning.why else [])])
     return "its keys are read" if meaning.kind == "reads" else plain(meaning.text)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 
 from threefold.errors import UserError
 from threefold.needs import unmet
@@ -17,6 +18,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *model_faults(config),
         *cut_faults(config),
         *stage_faults(config),
+        *recompute_faults(config),
         *layout_faults(config, world_size),
         *data_faults(config),
         *unmet(config),
@@ -100,6 +102,19 @@ def stage_faults(config: Config) -> Iterator[Fault]:
     elif sizes and (len(sizes) != pp * virtual or sum(sizes) != num_layers or min(sizes) < 1):
         text = f"parallel.pipeline_layout {how} has not {num_layers} layers on {pp * virtual} stages, 1 or more on each"
         yield {*names, "parallel.pipeline_layout"}, text
+
+
+def recompute_faults(config: Config) -> Iterator[Fault]:
+    """Yield a fault in how many layers are made again: more than the longest stage has."""
+    num_layers, parallel, number = config.model.num_layers, config.parallel, config.train.recompute_num_layers
+    num_stages = parallel.pp * parallel.virtual_stages
+    most = num_layers - num_stages + 1 if parallel.pipeline_layout == "cost" else -(-num_layers // num_stages)
+    with suppress(ValueError):  # a layout that is not well written has its own fault
+        most = max(layers_by_hand(parallel.pipeline_layout), default=most)
+    if config.train.recompute != "none" and number > most >= 1:
+        names = {"train.recompute_num_layers", "model.num_layers", "parallel.pp", "parallel.virtual_stages"}
+        has = f"the {most} layers that a stage has at most" if num_stages > 1 else f"model.num_layers {num_layers}"
+        yield names, f"train.recompute_num_layers {number} is more than {has}: --recompute-num-layers {most}"
 
 
 def layout_faults(config: Config, world_size: int) -> Iterator[Fault]:

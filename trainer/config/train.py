@@ -29,10 +29,34 @@ class TrainConfig(StepConfig):
         "on GPUs, take kernels alone that repeat their bits, at some cost",
         shorthands={"--deterministic": "true"},
     )
-    recompute: Literal["none", "full"] = option(
+    recompute: Literal["none", "selective", "full"] = option(
         "none",
-        "full keeps a layer's input alone for the backward, and computes the rest of the layer again",
+        "what the backward makes again, to keep less: full keeps a layer's input alone, selective what is not of "
+        "recompute_modules",
         keeps_bits=True,
+        flags=["--recompute"],
+    )
+    recompute_modules: tuple[Literal["norms", "mlp", "attention"], ...] = option(
+        (),
+        "selective: mlp makes gate and up again, attention q, k, v and the result of its heads, each with its norm; "
+        "norms alone are made again with any of them, or with none named",
+        keeps_bits=True,
+        needs={"recompute": "selective"},
+    )
+    recompute_num_layers: int = option(
+        0,
+        "first layers of each stage of which something is made again; 0: all",
+        minimum=0,
+        keeps_bits=True,
+        flags=["--recompute-num-layers"],
+        needs={"recompute": ("selective", "full")},
+    )
+    recompute_keep: Literal["nothing", "attention"] = option(
+        "nothing",
+        "full: attention keeps the result of its heads too, so that its kernel runs once",
+        keeps_bits=True,
+        flags=["--recompute-keep"],
+        needs={"recompute": "full"},
     )
     max_logits_gib: float = option(
         1.0,

@@ -92,12 +92,12 @@ def config_from(
     """
     refuse_beyond(tables.get("model"), source)
     faults: list[Fault] = []
-    asked_for = {*(names_in(tables) if written is None else written), *(overrides or {})}
     names = [leaf.name for leaf in leaves(Config)]
     ours, answered = answers(tables, {*names, *(name.rpartition(".")[0] for name in names)})
     faults += answered  # what keys of other programs are here
-    settings = merge(ours, complete(ours, overrides or {}, faults))
-    config = effective(walk(Config, settings, faults), but=asked_for)
+    completed = complete(ours, overrides or {}, faults)
+    asked_for = {*(names_in(tables) if written is None else written), *completed}
+    config = effective(walk(Config, merge(ours, completed), faults), but=asked_for)
     if world_size is None:
         world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
     faulty = {name for names, _ in faults for name in names}  # these hold defaults: what they imply does not count

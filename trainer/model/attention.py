@@ -37,11 +37,16 @@ class Attention:
         names = [f"{prefix}.{name}" for name in ("q_norm", "k_norm")] if model.qk_norm else []
         self.norms = [Norm(model, unit, name, choices) for name in names]
 
-    def __call__(self, x_TD: Tensor, batch: MicroBatch) -> Tensor:
+    def attend(self, x_TD: Tensor, batch: MicroBatch, results: list[Tensor] | None = None) -> Tensor:
+        """Return the result of this rank's heads, [S, N H]; `results` as for `trainer.ops.attention.seam.attention`."""
         q_SNH, k_SKH, v_SKH = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)
         mask = batch.mask(window=self.window)
-        y_SNH = attention(q_SNH, k_SKH, v_SKH, mask, self.choices.attention[mask.kind])
-        return self.tensor.row_linear(y_SNH.flatten(1), self.out, self.out_bias)
+        y_SNH = attention(q_SNH, k_SKH, v_SKH, mask, self.choices.attention[mask.kind], results)
+        return y_SNH.flatten(1)
+
+    def project(self, y_SC: Tensor) -> Tensor:
+        """Return the output for them."""
+        return self.tensor.row_linear(y_SC, self.out, self.out_bias)
 
     def _heads(self, qkv_SC: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         norms = self.norms

@@ -5,9 +5,8 @@ Letters of shapes in this folder: S tokens of a micro-batch, T those of them tha
 C = (N + 2 K) H, F feed-forward size of this rank, V vocabulary rows of this rank.
 """
 
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from trainer.config import ModelConfig
@@ -15,6 +14,7 @@ from trainer.model.attention import Attention
 from trainer.model.microbatch import MicroBatch
 from trainer.model.norm import Norm
 from trainer.model.op_choices import OpChoices
+from trainer.model.recompute import Outer, Recompute, Region
 from trainer.ops.activation import ACTIVATIONS, SWIGLU
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
@@ -37,14 +37,21 @@ class MLP:
         self.down = unit.weight(f"{prefix}.down.weight")
         self.down_bias = unit.weight_if_any(f"{prefix}.down.bias")
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def widen(self, x_TD: Tensor) -> Tensor:
+        """Return the packed gate|up, or up."""
+        return self.tensor.column_linear(x_TD, [(self.up, self.up_bias)])
+
+    def narrow(self, packed_SC: Tensor) -> Tensor:
+        """Return the output for them."""
         activation = self.activation.in_form(self.choices.forms.activation)
-        packed_SC = self.tensor.column_linear(x_TD, [(self.up, self.up_bias)])
         return self.tensor.row_linear(packed_SC, self.down, self.down_bias, activation)
 
 
 class Block:
-    """One pre-norm layer behind the unit `before`: two units; `number` is its place in the whole model."""
+    """One pre-norm layer behind the unit `before`: two units; `number` is its place in the whole model.
+
+    `recompute` says what of it the backward makes again.
+    """
 
     def __init__(
         self,
@@ -54,8 +61,9 @@ class Block:
         tensor: TensorParallel,
         choices: OpChoices,
         before: Unit | None,
+        recompute: Recompute,
     ) -> None:
-        prefix, self.number = f"layers.{number}", number
+        prefix, self.number, self.recompute = f"layers.{number}", number, recompute
         first, self.unit = store.unit(f"{prefix}.attn"), store.unit(f"{prefix}.mlp")
         self.norm1 = Norm(model, first, f"{prefix}.norm1", choices, Border(before, first))
         self.attention = Attention(model, first, f"{prefix}.attn", tensor, choices, choices.windows[number])
@@ -67,39 +75,35 @@ class Block:
 
         Whoever comes next adds the two: a norm in its own pass, or else the end of the stage.
         """
-        return self.after_norm(*self.norm1(x_TD, branch_TD), batch)
+        if self.recompute.is_full:
+            kept: list[Tensor] = []
+            spared = kept if self.recompute.keeps_attention else None
+            region = Region(self.norm1, partial(self._up_to_down, batch=batch, spared=spared), kept)
+            return region.run(x_TD, branch_TD, partial(self._from_down, batch=batch))
+        attend = partial(self.attention.attend, batch=batch)
+        x_TD, branch_TD = self._half("attention", attend, self.attention.project, x_TD, branch_TD)
+        branch_TD = batch.drop(branch_TD, layer=self.number, site=SITE_ATTENTION)
+        return self._half("mlp", self.mlp.widen, partial(self._from_down, batch=batch), x_TD, branch_TD)
 
-    def after_norm(self, h_TD: Tensor, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the same from the stream x and its norm h."""
-        branch_TD = batch.drop(self.attention(h_TD, batch), layer=self.number, site=SITE_ATTENTION)
-        h_TD, x_TD = self.norm2(x_TD, branch_TD)
-        return x_TD, batch.drop(self.mlp(h_TD), layer=self.number, site=SITE_MLP)
-
-
-def recompute(block: Block, x_TD: Tensor, branch_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return block(x, branch, batch), of which the backward makes all but the sum of x and branch again.
-
-    Nothing random is kept: dropout masks are a function of a token's place. Source: Chen et al., 2016.
-    """
-    return _Recompute.apply(x_TD, branch_TD, block, batch)
-
-
-class _Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, branch_TD: Tensor | None, block: Block, batch: MicroBatch
+    def _half(
+        self, module: str, inner: Outer, outer: Outer, x_TD: Tensor, branch_TD: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        h_TD, x_TD = block.norm1(x_TD, branch_TD)
-        ctx.save_for_backward(x_TD)
-        ctx.block, ctx.batch = block, batch
-        return block.after_norm(h_TD, x_TD, batch)
+        """Return the stream and the branch of attention or the MLP: outer(inner(the norm of the stream))."""
+        norm = self.norm1 if module == "attention" else self.norm2
+        if module in self.recompute.modules:
+            return Region(norm, lambda h_TD, x_TD: (x_TD, inner(h_TD))).run(x_TD, branch_TD, outer)
+        if self.recompute.modules:
+            return Region(norm, lambda h_TD, x_TD: (x_TD, h_TD)).run(x_TD, branch_TD, lambda h_TD: outer(inner(h_TD)))
+        h_TD, x_TD = norm(x_TD, branch_TD)
+        return x_TD, outer(inner(h_TD))
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x_TD,) = ctx.saved_tensors
-        x_TD = x_TD.detach().requires_grad_()
-        with torch.enable_grad():
-            outputs = ctx.block(x_TD, None, ctx.batch)
-        torch.autograd.backward(outputs, gradients)
-        return x_TD.grad, x_TD.grad if ctx.needs_input_grad[1] else None, None, None
+    def _up_to_down(
+        self, h_TD: Tensor, x_TD: Tensor, *, batch: MicroBatch, spared: list[Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the stream after attention, and what the MLP's last linear reads, from the first norm and its sum."""
+        branch_TD = self.attention.project(self.attention.attend(h_TD, batch, spared))
+        h_TD, x_TD = self.norm2(x_TD, batch.drop(branch_TD, layer=self.number, site=SITE_ATTENTION))
+        return x_TD, self.mlp.widen(h_TD)
+
+    def _from_down(self, packed_SC: Tensor, *, batch: MicroBatch) -> Tensor:
+        return batch.drop(self.mlp.narrow(packed_SC), layer=self.number, site=SITE_MLP)

@@ -7,11 +7,12 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens
 from trainer.mesh.mesh import ProcessMesh
-from trainer.model.block import Block, recompute
+from trainer.model.block import Block
 from trainer.model.embedding import anchor, embed_tokens, lookup
 from trainer.model.head import Head
 from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
+from trainer.model.recompute import Recompute
 from trainer.model.stages import stage_ranges
 from trainer.ops.rope import rotary_frequencies, turns_at
 from trainer.parallel.tensor import TensorParallel
@@ -35,8 +36,9 @@ class Chunk:
             self.embed = before.weight("embed.weight")
             self.positions = before.weight_if_any("pos.weight")
         self.blocks = list[Block]()
-        for number in stage_ranges(config, store.table, num_stages)[stage]:
-            self.blocks.append(Block(model, store, number, self.tensor, choices, before))
+        for place, number in enumerate(stage_ranges(config, store.table, num_stages)[stage]):
+            again = Recompute.of_layer(config.train, place)
+            self.blocks.append(Block(model, store, number, self.tensor, choices, before, again))
             before = self.blocks[-1].unit
         self.end = Border(before, None)  # of a stage without a head
         self.head = Head(config, store, self.tensor, choices, before) if stage == num_stages - 1 else None
@@ -64,10 +66,7 @@ class Chunk:
             frequencies_H = rotary_frequencies(model, device=x_TD.device)
             batch = replace(batch, turns_SH=turns_at(batch.positions_S, frequencies_H, x_TD.dtype))
         for block in self.blocks:
-            if self.config.train.recompute == "full":
-                x_TD, branch_TD = recompute(block, x_TD, branch_TD, batch)
-            else:
-                x_TD, branch_TD = block(x_TD, branch_TD, batch)
+            x_TD, branch_TD = block(x_TD, branch_TD, batch)
         return x_TD, branch_TD
 
     def logits(self, batch: MicroBatch) -> Tensor:

@@ -13,16 +13,16 @@ from datakit import unread_lines
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, kv_replicas, layout_of, longest_row, schedule_of, tiers_of
+from trainer.config.resolve import kv_replicas, layout_of, tiers_of
 from trainer.data import open_blend, open_valid_blend, with_vocabulary
 from trainer.engine import DTYPES
 from trainer.mesh.layout import GROUPS, groups_needed
 from trainer.model.stages import stage_flops, stage_ranges
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
-from trainer.pipeline.actions import peak_live
-from trainer.pipeline.schedules import SCHEDULES, rank_actions, with_transfers
+from trainer.pipeline.schedules import SCHEDULES, with_transfers
 from trainer.pipeline.simulate import costs, simulate
+from trainer.run.activations import activation_bytes, kept_by_choice
 from trainer.run.banner import banner
 from trainer.store.optimizers import OPTIMIZERS
 
@@ -60,6 +60,8 @@ def print_plan(config: Config) -> int:
         stages = " and ".join(map(str, rank_stages(layout_of(config), pp)))
         which = f"a rank of stage {stages}: " if config.parallel.pp > 1 else "a rank: "
         facts.append(("memory", which + str(rank_memory(config, pp))))
+    kept = ", ".join(f"{choice} {size_text(size)}" for choice, size in kept_by_choice(config).items())
+    facts.append(("kept", f"activations of a rank, at most, by train.recompute: {kept}"))
     if config.parallel.pp > 1:
         facts.append(("bubble", bubble(config)))
     print_facts([*facts, ("dry run", "nothing was started or written")])
@@ -103,39 +105,6 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
         optimizer,
         activation_bytes(config, pp),
     )
-
-
-def activation_bytes(config: Config, pp: int) -> int:
-    """Return about what a rank keeps for the backward passes, of the passes that the schedule keeps live.
-
-    A layer keeps 4 tensors as wide as the residual stream (of this rank's tokens, if they are cut), queries, keys,
-    values and their result, and what the MLP's nonlinearity reads, which SwiGLU makes twice as wide. The last stage
-    also keeps the logits, or at most train.max_logits_gib of them and the gradient of their input. From B to W the
-    nonlinearity's result is kept too, and of inputs and gradients of cut linears all tokens; besides the
-    gradients of this rank's tokens for biases that are added after a sum, and for the embedding.
-    """
-    model, parallel, train = config.model, config.parallel, config.train
-    dtype, layout = DTYPES[train.precision], layout_of(config)
-    q_size, kv_size = model.head_size * model.num_heads, model.head_size * model.num_kv_heads
-    inside = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
-    hidden = model.hidden_size // (parallel.tp if cuts_tokens(config) else 1)
-    within = (2 * q_size + 2 * kv_size + inside) // parallel.tp
-    layer = hidden if train.recompute == "full" else 4 * hidden + within
-    layer_until_w = 4 * model.hidden_size + within + model.ffn_hidden_size // parallel.tp
-    layer_until_w += 2 * hidden * (model.bias and cuts_tokens(config))
-    ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
-    num_layers = max(len(ranges[stage]) for stage in rank_stages(layout, pp))
-    row = rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, parallel.virtual_stages, pp)
-    num_tokens = train.micro_batch_size * longest_row(config)
-    num_bytes = num_tokens * dtype.itemsize  # of one number a token of a micro-batch
-    kept = num_layers * num_bytes * peak_live(row, layer, layer_until_w)
-    kept += hidden * num_bytes * (pp == 0 and any(action.kind == "W" for action in row))
-    if pp == parallel.pp - 1:
-        in_flight = peak_live([action for action in row if action.stage == layout.num_stages - 1])
-        logits, most = model.vocab_size // parallel.tp * num_bytes, train.max_logits_gib * 2**30
-        is_cut = 0 < most < logits
-        kept += int(most) + model.hidden_size * num_bytes * in_flight if is_cut else logits * in_flight
-    return kept
 
 
 def size_text(num_bytes: int) -> str:

@@ -23,7 +23,17 @@ KEEPS = {
     "model": {"attention_window"},
     "parallel": {"schedule", "overlap_grad_reduce", "overlap_param_gather", "timeout_s"},
     "optim": {"master"},
-    "train": {"train_steps", "gradient_accumulation_steps", "recompute", "eval_interval", "max_time_s", "peak_tflops"},
+    "train": {
+        "train_steps",
+        "gradient_accumulation_steps",
+        "recompute",
+        "recompute_modules",
+        "recompute_num_layers",
+        "recompute_keep",
+        "eval_interval",
+        "max_time_s",
+        "peak_tflops",
+    },
     "data": {
         "stores",
         "indices",

@@ -11,6 +11,7 @@ from tests.support.checks import require
 from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.check import cross_faults
 from trainer.config.resolve import resolve
+from trainer.run.activations import CHOICES
 
 LAYOUTS = [
     ParallelLayout(tp=tp, pp=pp, dp=dp) for tp, pp, dp in product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5, 8))
@@ -72,7 +73,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         train=TrainConfig(
             train_steps=5, seq_length=seq_length, micro_batch_size=micro_batch,
             global_batch_size=micro_batch * num_microbatches * layout.dp, precision="fp64", device="cpu",
-            seed=draw(st.integers(0, 99)), recompute=draw(st.sampled_from(["none", "full"])),
+            seed=draw(st.integers(0, 99)), **draw(st.sampled_from(list(CHOICES.values()))),
             max_logits_gib=draw(st.sampled_from([1.0, 1e-7])), z_loss=draw(st.sampled_from([0.0, 0.01])),
         ),
         data=DataConfig(document_mask=draw(st.booleans())),

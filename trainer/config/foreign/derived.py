@@ -102,6 +102,33 @@ def virtual_stages(config: Config, text: FlagText) -> dict[str, str]:
     return {"parallel.virtual_stages": str(layers // (size * pp))}
 
 
+MADE_AGAIN = {  # what Megatron calls modules, and what they are here; the softmax of core_attn is never kept here
+    "norms": "norms", "mlp": "mlp", "attention": "attention", "layernorm": "norms", "core_attn": "",
+}  # fmt: skip
+
+
+def recompute_modules(_config: Config, text: FlagText) -> dict[str, str]:
+    """Return the modules of a layer that are made again, in Megatron's words or ours."""
+    words = " ".join([text.text, *text.more]).replace(",", " ").split()
+    if unknown := [word for word in words if word not in MADE_AGAIN]:
+        known = "norms, mlp and attention; of Megatron layernorm, mlp and core_attn"
+        raise ValueError(f"{unknown[0]!r} is not made again here, but {known}")
+    return {"train.recompute_modules": ",".join(dict.fromkeys(MADE_AGAIN[word] for word in words if MADE_AGAIN[word]))}
+
+
+def selective(config: Config, _text: FlagText) -> dict[str, str]:
+    """Return that modules are made again, if any is named that is kept here: the softmax of attention never is."""
+    return {"train.recompute": "selective"} if config.train.recompute_modules else {}
+
+
+def uniform(config: Config, _text: FlagText) -> dict[str, str]:
+    """Return that all layers are made again, in Megatron's units of one layer; ValueError for longer units."""
+    size = config.train.recompute_num_layers
+    if size > 1:
+        raise ValueError(f"each layer is made again by itself, not {size} as one: --recompute-num-layers 1")
+    return {"train.recompute_num_layers": "0"}
+
+
 def llama3_scaling(config: Config, _text: FlagText) -> dict[str, str]:
     """Return the frequencies of Llama 3.1, divided by 8 unless something else is said."""
     factor = config.model.rope_factor
@@ -171,6 +198,9 @@ FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     "min_lr_factor": least_rate,
     "layers_per_virtual_stage": virtual_stages,
     "llama3_scaling": llama3_scaling,
+    "recompute_modules": recompute_modules,
+    "selective": selective,
+    "uniform": uniform,
     "data_path": lambda _, text: stores(text, "data"),
     "valid_data_path": lambda _, text: stores(text, "data.valid"),
     "eval_iters": evaluated,

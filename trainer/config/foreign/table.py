@@ -26,16 +26,21 @@ class Meaning:
     """What a name with its value is here.
 
     It sets options, is worked out `by` a function, is `so` anyway, does not exist: `no`, or names a file that is read.
+    Of what a function works out, `why` says what needs nothing here.
     """
 
     kind: Kind
     text: str
+    why: str = ""
 
     @classmethod
     def of(cls, text: str) -> "Meaning":
         """Return the meaning that a table's text has."""
         word, _, rest = text.partition(": ")
         kind = KINDS.get(word)
+        if kind == "by":
+            name, _, why = rest.partition(": ")
+            return cls(kind, name, why)
         return cls(kind, rest) if kind else cls("sets", text)
 
     def assignments(self, values: Sequence[str]) -> list[tuple[str, str]]:

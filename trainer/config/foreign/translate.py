@@ -62,6 +62,8 @@ class Translator:
             self.left.append((shown, meaning.text))
         elif meaning.kind == "by":
             answer.settings[MARK + meaning.text] = FlagText(values[0] if values else "", flag, tuple(values[1:]))
+            if meaning.why:
+                self.left.append((shown, meaning.why))
         else:
             try:
                 pairs = meaning.assignments(values)

@@ -84,11 +84,14 @@ class Backend(Protocol):
         """Return the gradients for that of the result."""
 
 
-def attention(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask, backend: Backend) -> Tensor:
+def attention(
+    q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask, backend: Backend, results: list[Tensor] | None = None
+) -> Tensor:
     """Return softmax(q k^T / sqrt(H) under the mask) v [T, N, H]; differentiable once.
 
     T queries of N heads, U keys and values of K heads, which divide N. Raises UserError for what does not fit or what
-    the backend refuses.
+    the backend refuses. If `results` is not empty, it has the result and the lse from before, and no other are made; an
+    empty one gets them.
     """
     check(q_TNH, k_UKH, v_UKH, mask)
     if reason := backend.refusal(q_TNH, k_UKH, mask):
@@ -96,7 +99,7 @@ def attention(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask, backend: 
             f"attention: {backend.name} cannot take q {list(q_TNH.shape)} {q_TNH.dtype} on {q_TNH.device}: {reason}",
             hint="the backend `reference` takes everything",
         )
-    return _Attention.apply(q_TNH, k_UKH, v_UKH, mask, backend)
+    return _Attention.apply(q_TNH, k_UKH, v_UKH, mask, backend, results)
 
 
 def check(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> None:
@@ -120,18 +123,22 @@ def check(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: Backend) -> Tensor:
-        out, lse = backend.forward(q, k, v, mask)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: Backend, results: list[Tensor] | None
+    ) -> Tensor:
+        out, lse = results or backend.forward(q, k, v, mask)
+        if results is not None:
+            results[:] = out, lse
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mask, ctx.backend = mask, backend
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
-        return *ctx.backend.backward(dout, ctx.saved_tensors, ctx.mask), None, None
+        return *ctx.backend.backward(dout, ctx.saved_tensors, ctx.mask), None, None, None
 
 
 def as_rows(mask: Mask, *tensors: Tensor) -> list[Tensor]:

@@ -30,7 +30,6 @@ MISSING = {
     "--profile": [],
     "--profile-step-start": ["2"],
     "--profile-step-end": ["3"],
-    "--recompute-activations": [],
     "--context-parallel-size": ["2"],
 }
 
@@ -156,6 +155,30 @@ def test_a_fault_in_a_value_names_the_flag_as_it_was_typed() -> None:
             71,
         ),
         ("--eval-iters 3 --global-batch-size 8", "data.valid.num_samples", 24),
+        ("--recompute-granularity selective", "train.recompute", "none"),
+        ("--recompute-activations --recompute-modules core_attn", "train.recompute", "none"),
+        ("--recompute-activations --recompute-modules core_attn layernorm", "train.recompute", "selective"),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm mlp",
+            "train.recompute_modules",
+            ("norms", "mlp"),
+        ),
+        (
+            "--recompute selective --recompute-modules norms,mlp,attention",
+            "train.recompute_modules",
+            ("norms", "mlp", "attention"),
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "train.recompute_num_layers",
+            0,
+        ),
+        (
+            "--recompute-method block --recompute-granularity full --recompute-num-layers 2",
+            "train.recompute_num_layers",
+            2,
+        ),
+        ("--activation-checkpoint.mode selective", "train.recompute", "selective"),
         ("--use-rope-scaling", "model.rope_factor", 8.0),
         ("--rope-scaling-factor 32 --use-rope-scaling", "model.rope_factor", 32.0),
         ("--data-path 0.3 a 0.7 b", "data.stores", ("a", "b")),

@@ -1,0 +1,112 @@
+"""What of a layer is made again in the backward pass, and the region of a layer that is.
+
+A region begins with a norm and ends before a linear. Kept is the residual stream that the norm reads; the linear keeps
+the region in place of its input. The linear's backward is the first that needs this input. Then the region runs once
+more, with a graph of its own, and the region's backward is the backward of that graph. So no product is made again that
+the backward does not read: the linear's own is outside. Nothing random is kept, as dropout masks are a function of a
+token's place. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from trainer.config import TrainConfig
+from trainer.model.norm import Norm
+
+Inner = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from a norm and the stream: the stream, a linear's input
+Outer = Callable[[Tensor], Tensor]  # a linear, and what follows it
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What is made again: the `modules` of a layer, or all of it if it `is_full`, which may spare attention's result.
+
+    Norms are made again with any module.
+    """
+
+    modules: frozenset[str] = frozenset()
+    is_full: bool = False
+    keeps_attention: bool = False
+
+    @classmethod
+    def of_layer(cls, train: TrainConfig, place: int) -> "Recompute":
+        """Return what is made again of the layer at a place of its stage."""
+        if train.recompute == "none" or 0 < train.recompute_num_layers <= place:
+            return cls()
+        if train.recompute == "full":
+            return cls(is_full=True, keeps_attention=train.recompute_keep == "attention")
+        return cls(frozenset({"norms", *train.recompute_modules}))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A norm and what follows it up to a linear's input.
+
+    `results` passes results of attention that are not made again: out of the first run, and into the second.
+    """
+
+    norm: Norm
+    inner: Inner
+    results: list[Tensor] = field(default_factory=list)
+
+    def run(self, x_TD: Tensor, branch_TD: Tensor | None, outer: Outer) -> tuple[Tensor, Tensor]:
+        """Return the stream, and what `outer` makes of the linear's input, which is made again in the backward."""
+        x_TD, read = _MadeAgain.apply(x_TD, branch_TD, self)
+        with _kept_as_node(read):
+            return x_TD, outer(read)
+
+
+@contextmanager
+def _kept_as_node(read: Tensor) -> Iterator[None]:
+    """Let what saves this tensor inside keep the node of the graph that makes it again."""
+    node, place = read.grad_fn, (read.data_ptr(), read.shape)
+
+    def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+        return partial(_read, node) if (saved.data_ptr(), saved.shape) == place else saved
+
+    with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, Tensor) else packed()):
+        yield
+
+
+def _read(node: Any) -> Tensor:
+    """Return the linear's input."""
+    _, (_, read) = _made(node)
+    return read.detach()
+
+
+def _made(node: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return the stream that a region begins with and what the region made of it, which runs if it has not yet."""
+    if node.made is None:
+        region: Region = node.region
+        x_TD, *region.results[:] = (saved.detach() for saved in node.saved_tensors)
+        with torch.enable_grad():
+            h_TD, sum_TD = region.norm(x_TD.requires_grad_())
+            node.made = x_TD, region.inner(h_TD, sum_TD)
+        region.results.clear()
+    return node.made
+
+
+class _MadeAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, branch_TD: Tensor | None, region: Region) -> tuple[Tensor, Tensor]:
+        h_TD, x_TD = region.norm(x_TD, branch_TD)
+        outputs = region.inner(h_TD, x_TD)
+        ctx.save_for_backward(x_TD, *region.results)
+        region.results.clear()
+        ctx.region, ctx.made = region, None
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, outputs = _made(ctx)
+        ctx.made = None
+        (dx_TD,) = torch.autograd.grad(outputs, (x_TD,), gradients)
+        return dx_TD, dx_TD if ctx.needs_input_grad[1] else None, None

@@ -1,0 +1,122 @@
+"""What a rank keeps for its backward passes, counted from the shapes of the model and of a micro-batch.
+
+In bytes, of the tensors that the graph of a pass holds until its backward, and of those that wait from B to W. Queries,
+keys and values are views of one tensor; with QK-norm they are new ones, beside what the norm reads. Rows of labels and
+losses, and what a backward pass takes for itself, are not counted.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit import rank_stages
+from trainer.config import Config
+from trainer.config.resolve import cuts_tokens, layout_of, longest_row, schedule_of
+from trainer.engine import DTYPES
+from trainer.model.recompute import Recompute
+from trainer.model.stages import stage_ranges
+from trainer.model.table import parameter_table
+from trainer.ops.dtypes import wide_dtype
+from trainer.pipeline.actions import peak_live
+from trainer.pipeline.schedules import rank_actions
+
+CHOICES: dict[str, dict[str, Any]] = {  # a name of each, and the options that they set
+    "none": {"recompute": "none"},
+    "selective": {"recompute": "selective"},
+    "selective of mlp": {"recompute": "selective", "recompute_modules": ("mlp",)},
+    "selective of attention": {"recompute": "selective", "recompute_modules": ("attention",)},
+    "selective of mlp,attention": {"recompute": "selective", "recompute_modules": ("mlp", "attention")},
+    "full that keeps attention": {"recompute": "full", "recompute_keep": "attention"},
+    "full": {"recompute": "full"},
+}
+PLAIN: dict[str, Any] = {"recompute_modules": (), "recompute_keep": "nothing"}
+
+
+def kept_by_choice(config: Config) -> dict[str, int]:
+    """Return what the rank that keeps the most keeps with each choice of what is made again, of the same layers."""
+    trains = {name: replace(config.train, **(PLAIN | options)) for name, options in CHOICES.items()}
+    return {
+        name: max(activation_bytes(replace(config, train=train), pp) for pp in range(config.parallel.pp))
+        for name, train in trains.items()
+    }
+
+
+def activation_bytes(config: Config, pp: int) -> int:
+    """Return what a rank keeps at most, of the passes that the schedule keeps live.
+
+    The last stage also keeps the logits, or at most train.max_logits_gib of them and the gradient of their input.
+    """
+    parallel, train, layout = config.parallel, config.train, layout_of(config)
+    sizes = Sizes.of(config)
+    ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
+    num_layers = max(len(ranges[stage]) for stage in rank_stages(layout, pp))
+    row = rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, parallel.virtual_stages, pp)
+    until_b = sizes.turns + sum(sizes.layer(Recompute.of_layer(train, place)) for place in range(num_layers))
+    num_bytes = peak_live(row, until_b, num_layers * sizes.layer_until_w)
+    num_bytes += sizes.stream * (pp == 0 and any(action.kind == "W" for action in row))  # the embedding's gradient
+    if pp == parallel.pp - 1:
+        in_flight = peak_live([action for action in row if action.stage == layout.num_stages - 1])
+        most, norm = int(train.max_logits_gib * 2**30), sizes.stream + sizes.numbers
+        is_cut = 0 < most < sizes.logits
+        num_bytes += (norm + sizes.whole_stream + (0 if is_cut else sizes.logits)) * in_flight + most * is_cut
+    return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of the activations of one micro-batch on one rank.
+
+    `stream` is one as wide as the residual stream, of this rank's tokens if they are cut; `whole_stream` of all tokens.
+    `numbers` is what a norm keeps beside its input, `qkv` all between the first norm and attention, `result` that of
+    attention with its lse, `packed` what the nonlinearity reads, `product` what it makes, `turns` the angles.
+    """
+
+    stream: int
+    whole_stream: int
+    numbers: int
+    qkv: int
+    result: int
+    packed: int
+    product: int
+    turns: int
+    logits: int
+    layer_until_w: int
+
+    @classmethod
+    def of(cls, config: Config) -> "Sizes":
+        """Return those of the longest rows."""
+        model, train, tp = config.model, config.train, config.parallel.tp
+        dtype = DTYPES[train.precision]
+        wide, itemsize = wide_dtype(dtype).itemsize, dtype.itemsize
+        num_tokens = train.micro_batch_size * longest_row(config)
+        num_own = num_tokens // tp if cuts_tokens(config) else num_tokens
+        num_heads, num_kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
+        queries, keys = (number * model.head_size * num_tokens * itemsize for number in (num_heads, num_kv_heads))
+        count = 1 if model.norm == "rmsnorm" else 2
+        qkv = queries + 2 * keys
+        if model.qk_norm:
+            qkv += queries + keys + (num_heads + num_kv_heads) * num_tokens * count * wide * (count == 2)
+        stream, product = model.hidden_size * num_own * itemsize, model.ffn_hidden_size // tp * num_tokens * itemsize
+        packed = product * (2 if model.activation == "swiglu" else 1)
+        whole_stream = model.hidden_size * num_tokens * itemsize
+        # inputs and output gradients of the linears; the gradients of biases that are added after a sum
+        until_w = 4 * whole_stream + 2 * queries + 2 * keys + packed + product
+        until_w += 2 * stream * (model.bias and cuts_tokens(config))
+        return cls(
+            stream, whole_stream,
+            numbers=count * num_own * wide if config.ops.norm == "csrc" else 0,
+            qkv=qkv,
+            result=queries + num_heads * num_tokens * wide,
+            packed=packed,
+            product=product,
+            turns=model.head_size * num_tokens * wide if model.position == "rope" else 0,
+            logits=model.vocab_size // tp * num_tokens * itemsize,
+            layer_until_w=until_w,
+        )  # fmt: skip
+
+    def layer(self, again: Recompute) -> int:
+        """Return what a layer keeps until its backward."""
+        if again.is_full:
+            return self.stream + self.result * again.keeps_attention
+        norm = self.stream if again.modules else 2 * self.stream + self.numbers
+        attention = 0 if "attention" in again.modules else self.qkv + self.result
+        return 2 * norm + attention + (0 if "mlp" in again.modules else self.packed)
