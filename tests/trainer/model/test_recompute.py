@@ -30,6 +30,7 @@ QUICK = [("llama", "tp1", {}, name) for name in ("selective", "full of a layer")
     ("llama", "tp2", {"overlap_grad_reduce": False}, "full that keeps attention"),
     ("gpt2", "pp2", {"schedule": "zb-h1"}, "selective of mlp"),
 ]
+CI = {"tp2-pp2-dp2"}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tp1", {}),
     ("tp2", {}),
@@ -46,7 +47,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     [
         *QUICK,
         *(
-            pytest.param(model, layout, parallel, choice, marks=[pytest.mark.slow, pytest.mark.ci])
+            pytest.param(model, layout, parallel, choice, marks=[pytest.mark.slow, *[pytest.mark.ci] * (layout in CI)])
             for model in ("llama", "gpt2")
             for layout, parallel in LAYOUTS
             for choice in AGAIN

@@ -9,9 +9,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.checks import require
+from tests.trainer.support.parity import make_engine
+from tests.trainer.support.threads import run_threads
+from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from
 from trainer.engine import Engine
+from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.run.activations import CHOICES, activation_bytes
 from trainer.run.stage_times import random_batch
@@ -66,3 +71,24 @@ def test_what_is_kept_is_what_a_graph_holds(choice: str, num_layers: int, model:
         loss = engine.chunks[0].forward(None, batch)
     assert loss.requires_grad
     assert born.live_bytes == pytest.approx(activation_bytes(config, 0), rel=0.03)
+
+
+def share_held(rank: int, config: Config, *, network: Network) -> float:
+    """What the graph of a rank's forward pass holds, over what is counted."""
+    engine = make_engine(rank, config, network=network)
+    engine.store.begin_step()
+    batch = random_batch(engine)
+    with Born() as born:
+        loss = engine.chunks[0].forward(None, batch)
+    require(loss.requires_grad, "the graph is there")
+    return born.live_bytes / activation_bytes(config, 0)
+
+
+@pytest.mark.parametrize("cuts_tokens", ["on", "off"])
+@pytest.mark.parametrize("choice", ["none", "selective of mlp", "full that keeps attention"])
+def test_a_rank_of_two_keeps_its_share(choice: str, cuts_tokens: str) -> None:
+    shape = {"vocab_size": 998, "num_layers": 4, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}
+    train = {"micro_batch_size": 2, "seq_length": 64, "global_batch_size": 2, "device": "cpu"} | CHOICES[choice]
+    tables = {"model": shape, "train": train, "parallel": {"tp": 2, "sequence_parallel": cuts_tokens}}
+    config = config_from(tables, source="", world_size=2)
+    assert run_threads(2, share_held, config) == [pytest.approx(1, rel=0.03)] * 2
