@@ -182,6 +182,8 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "After a crash": write_config,
     "Read a step's line": write_config,
     "Choose what fits in memory": write_config,
+    "Make activations again": write_config,
+    "Limit what a query sees": write_config,
     "Let attention be chosen": write_config,
     "Suspect a kernel": write_config,
     "Cut a model over the GPUs of a node": write_config,
