@@ -1,6 +1,7 @@
 """datakit.torch over stores in object storage: workers that are forked are refused, others read the one stream."""
 
 from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def test_forked_workers_are_refused_and_the_parent_reads_on(near: Blend, far: Bl
 @pytest.mark.slow  # each worker imports torch
 @pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_other_workers_persist_and_share_the_cache(near: Blend, far: Blend, start: str) -> None:
+    forkserver._forkserver._stop()  # one that another test began has the environment of then, without this server
     options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": start}
     batches = DataLoader(StreamDataset(far, 2), batch_size=None, **options)
     for num in (5, 9):

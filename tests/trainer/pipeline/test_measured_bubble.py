@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
+from tests.support.checks import require
 from tests.trainer.support.parity import config_for, make_engine, small
 from tests.trainer.support.ranks import run_ranks
 from tests.trainer.support.training import call
@@ -85,18 +86,30 @@ def measure(rank: int) -> tuple[float, list[list[tuple[float, float]]]]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_measured_bubble_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
+def bubbles(capsys: pytest.CaptureFixture[str], shortest: list[float]) -> list[tuple[float, float]]:
+    """The bubble of each case as measured and as printed; `shortest` has the least duration of each so far."""
     transfers, by_rank = zip(*run_ranks(NUM_RANKS, measure, timeout_s=400), strict=True)
+    shares = []
     for number, (name, virtual, work) in enumerate(CASES):
-        busy_s = NUM_MICROBATCHES * 3 * UNIT_S
         spans = zip(*(ranks[number] for ranks in by_rank), strict=True)
         durations = [max(end for _, end in ranks) - min(begin for begin, _ in ranks) for ranks in spans]
-        measured = 1 - busy_s / min(durations)  # other work on the machine only adds
+        shortest[number] = min(shortest[number], *durations)  # other work on the machine only adds
         flags = ["--schedule", name, "--vpp", virtual, *(["--work", ",".join(map(str, work))] if work else [])]
         flags += ["--pp", NUM_RANKS, "--microbatches", NUM_MICROBATCHES, "--transfer", transfers[0] / UNIT_S]
-        assert call("schedule", *flags) == 0
-        found = re.search(r"bubble ([0-9.]+)%", capsys.readouterr().out)
-        assert found is not None
-        assert measured == pytest.approx(float(found[1]) / 100, rel=0.1), (name, virtual, work)
+        require(call("schedule", *flags) == 0, "trainer schedule")
+        printed = re.search(r"bubble ([0-9.]+)%", capsys.readouterr().out)
+        assert printed is not None
+        shares.append((1 - NUM_MICROBATCHES * 3 * UNIT_S / shortest[number], float(printed[1]) / 100))
+    return shares
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_measured_bubble_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a busy machine it is measured again: a case is never shorter than it should be."""
+    shortest = [float("inf")] * len(CASES)
+    for _ in range(4):
+        shares = bubbles(capsys, shortest)
+        if all(measured == pytest.approx(printed, rel=0.1) for measured, printed in shares):
+            break
+    assert [measured for measured, _ in shares] == pytest.approx([printed for _, printed in shares], rel=0.1), CASES
