@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckptkit import rank_stages
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, schedule_of, settled
+from trainer.config.resolve import cuts_tokens, keeps_gathered, schedule_of, settled
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.chunk import Chunk
@@ -43,13 +43,14 @@ class Engine:
         self.dtype = DTYPES[config.train.precision]
         self.table = parameter_table(config)
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)
-        sharded, bucket_bytes = config.parallel.zero_stage > 0, config.parallel.bucket_mib << 20
+        parallel = self.config.parallel
         self.moments = torch.bfloat16 if config.optim.moments == "bf16" else wide_dtype(self.dtype)
         summed = torch.bfloat16 if config.parallel.grad_reduce == "bf16" else wide_dtype(self.dtype)
         options = StoreOptions(
-            self.dtype, self.moments, summed, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer,
-            splits_master=config.optim.master == "split",
-            overlaps_reduce=config.parallel.overlap_grad_reduce, overlaps_gather=config.parallel.overlap_param_gather,
+            self.dtype, self.moments, summed, parallel.bucket_mib << 20, zero_stage=parallel.zero_stage,
+            whole_bytes=parallel.zero_whole_kib << 10, keeps_gathered=keeps_gathered(config),
+            with_optimizer=with_optimizer, splits_master=config.optim.master == "split",
+            overlaps_reduce=parallel.overlap_grad_reduce, overlaps_gather=parallel.overlap_param_gather,
         )  # fmt: skip
         self.store = ParameterStore(self.table, runs, mesh, options)
         self.verdict = Verdict(mesh.device, config.optim.clip)

@@ -27,13 +27,17 @@ LAYOUTS_OF_FOUR = [
     (ParallelLayout(tp=2, dp=2), 0),
     (ParallelLayout(dp=2, pp=2), 1),
     (ParallelLayout(dp=4), 1),
+    (ParallelLayout(dp=4), 3),
+    (ParallelLayout(dp=2, pp=2), 3),
 ]
 
 
 def small_config(model: str, layout: ParallelLayout, *, precision: str = "fp64", zero_stage: int = 1) -> Config:
     config = Config(
         model=replace(MODELS[model], vocab_size=VOCAB),
-        parallel=ParallelConfig(tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage),  # type: ignore[arg-type]
+        parallel=ParallelConfig(
+            tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage, zero_whole_kib=0,  # type: ignore[arg-type]
+        ),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.5),
         train=TrainConfig(
             train_steps=NUM_STEPS, seq_length=SEQ, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH,
@@ -137,13 +141,17 @@ def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(mode
         assert all(torch.equal(state[name], expected[name]) for name in expected), layout
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
-def test_state_moves_between_layouts_and_training_goes_on(model: str) -> None:
+@pytest.mark.parametrize(("model", "stages"), [("llama", (1, 1)), ("gpt2", (1, 3)), ("llama", (3, 2))])
+def test_state_moves_between_layouts_and_training_goes_on(model: str, stages: tuple[int, int]) -> None:
     alone = small_config(model, ParallelLayout())
     whole, half = range(NUM_STEPS), NUM_STEPS // 2
     (uninterrupted, *_) = train_part(0, alone, None, whole)
-    first = run_threads(4, train_part, small_config(model, ParallelLayout(tp=2, pp=2)), None, whole[:half])
-    second = run_threads(4, train_part, small_config(model, ParallelLayout(dp=2, pp=2)), state_of(first), whole[half:])
+    layouts = (ParallelLayout(tp=2, pp=2) if stages[0] == 1 else ParallelLayout(dp=4), ParallelLayout(dp=2, pp=2))
+    cut, other = (small_config(model, each, zero_stage=stage) for each, stage in zip(layouts, stages, strict=True))
+    first = run_threads(4, train_part, cut, None, whole[:half])
+    second = run_threads(4, train_part, other, state_of(first), whole[half:])
+    kept = state_of(run_threads(4, train_part, other, state_of(first), whole[:0]))
+    assert all(torch.equal(values, kept[name]) for name, values in state_of(first).items())
     (third, *_) = train_part(0, alone, state_of(first), whole[half:])
     for expected, moved, back in zip(uninterrupted[half:], second[0][0], third, strict=True):
         assert (moved.loss, moved.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-10)
@@ -160,6 +168,17 @@ def test_the_same_layout_continues_bit_for_bit(
     rest = train_part(0, config, state_of([half]), range(2, NUM_STEPS))
     assert [(s.loss, s.grad_norm) for s in rest[0]] == [(s.loss, s.grad_norm) for s in whole[0][2:]]
     expected, state = state_of([whole]), state_of([rest])
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("master", ["wide", "split"])
+def test_state_that_is_cut_continues_bit_for_bit(master: Literal["wide", "split"]) -> None:
+    config = small_config("llama", ParallelLayout(dp=2), precision="bf16", zero_stage=3)
+    config = replace(config, optim=replace(config.optim, master=master))
+    whole, half = (run_threads(2, train_part, config, None, range(steps)) for steps in (NUM_STEPS, 2))
+    rest = run_threads(2, train_part, config, state_of(half), range(2, NUM_STEPS))
+    assert [(s.loss, s.grad_norm) for s in rest[0][0]] == [(s.loss, s.grad_norm) for s in whole[0][0][2:]]
+    expected, state = state_of(whole), state_of(rest)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 

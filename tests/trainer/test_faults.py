@@ -12,6 +12,7 @@ from tests.trainer.support.experts import compare_experts
 from tests.trainer.support.faults import DP, FAULTS, GROUPS, PP, TP, Fault
 from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.holder_faults import HOLDER_FAULTS
+from tests.trainer.support.lease_faults import LEASE_FAULTS
 from tests.trainer.support.parity import (
     LOSSES_WITHIN,
     WEIGHTS_WITHIN,
@@ -34,7 +35,7 @@ from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, Paralle
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
-ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS, *PASS_FAULTS, *RECOMPUTE_FAULTS, *VOID_FAULTS]
+ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS, *PASS_FAULTS, *LEASE_FAULTS, *RECOMPUTE_FAULTS, *VOID_FAULTS]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, round_vocab_to=1,
@@ -50,7 +51,7 @@ def config_of(fault: Fault) -> Config:
         parallel=ParallelConfig(
             tp=layout.tp, pp=layout.pp, dp=layout.dp, virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
             schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
-            sequence_parallel="on" if fault.cuts_tokens else "off",
+            zero_whole_kib=0, sequence_parallel="on" if fault.cuts_tokens else "off",
         ),
         data=DataConfig(document_mask=fault.documents),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05, groups=fault.groups),
@@ -98,6 +99,7 @@ def compare(fault: Fault) -> None:
         compare_layout(config_of(fault), fault.layout)
 
 
+@pytest.mark.usefixtures("leases_with_content")
 @pytest.mark.parametrize("fault", ALL_FAULTS, ids=lambda fault: fault.name)
 def test_parity_fails_if(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """By numbers that differ; by an assertion of the trainer only if the fault names it."""
@@ -109,7 +111,19 @@ def test_parity_fails_if(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "zero_stage", "num_parts"),
-    [(TP, 1, 0), (TP, 1, 1), (TP, 1, 3), (TP4, 1, 0), (PP, 1, 0), (DP, 0, 0), (DP, 1, 0), (None, 1, 0)],
+    [
+        (TP, 1, 0),
+        (TP, 1, 1),
+        (TP, 1, 3),
+        (TP4, 1, 0),
+        (PP, 1, 0),
+        (DP, 0, 0),
+        (DP, 1, 0),
+        (DP, 2, 0),
+        (DP, 3, 0),
+        (ParallelLayout(pp=2, dp=2), 3, 0),
+        (None, 1, 0),
+    ],
 )
 @pytest.mark.parametrize("position", ["learned", "rope"])
 def test_without_a_fault_they_pass(

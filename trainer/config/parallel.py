@@ -41,7 +41,25 @@ class ParallelConfig:
         'layers of each stage: even, cost (so that the slowest is fast, the head counted), or numbers as in "9,7"',
         flags=["--pipeline-layout"],
     )
-    zero_stage: Literal[0, 1] = option(1, "1 cuts the optimizer state over dp, 0 repeats it on every rank")
+    zero_stage: Literal[0, 1, 2, 3] = option(
+        1,
+        "what the ranks of dp cut: 1 the optimizer state, 2 gradients too, 3 parameters too; 0 repeats all of it",
+        flags=["--zero-stage"],
+    )
+    reshard_after_forward: Literal["auto", "on", "off"] = option(
+        "auto",
+        "with zero_stage 3, gather parameters for the backward again; auto keeps them where pp is above 1",
+        flags=["--reshard-after-forward"],
+        bare=("on", "off"),
+        keeps_bits=True,
+        needs={"zero_stage": 3},
+    )
+    zero_whole_kib: int = option(
+        1024,
+        "buckets of less KiB have gradients and parameters whole on every rank, with zero_stage 2 and 3",
+        minimum=0,
+        needs={"zero_stage": (2, 3)},
+    )
     overlap_grad_reduce: bool = option(
         True,
         "sum a bucket's gradients beside the rest of the backward",
@@ -53,7 +71,7 @@ class ParallelConfig:
         "dtype in which gradients travel to their owners, who add in the wide one; bf16 halves the traffic, rounds "
         "each rank's part and takes 4 bytes a parameter during the sums",
         flags=["--grad-reduce"],
-        needs={"zero_stage": 1},
+        needs={"zero_stage": (1, 2, 3)},
     )
     overlap_param_gather: bool = option(
         True, "update and gather parameters beside the next forward", flags=["--overlap-param-gather"], keeps_bits=True

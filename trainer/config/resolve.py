@@ -111,6 +111,15 @@ def cuts_tokens(config: Config) -> bool:
     return parallel.tp > 1 and divides and parallel.sequence_parallel != "off"
 
 
+def keeps_gathered(config: Config) -> bool:
+    """Return whether parameters that the ranks of dp cut are kept from their first pass to the end of the step.
+
+    With several stages other passes come between the two of a micro-batch, and gathers for each would take too long.
+    """
+    how = config.parallel.reshard_after_forward
+    return config.parallel.pp > 1 if how == "auto" else how == "off"
+
+
 def kv_replicas(config: Config) -> int:
     """Return how many tensor-parallel neighbours hold the same key-value heads: more than one if tp exceeds them."""
     return max(config.parallel.tp // config.model.num_kv_heads, 1)

@@ -126,18 +126,25 @@ class Weight:
     the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw. `wgrads`
     makes its gradients at once, or puts them off. `access` is that of the unit which has the weight: a pass of it.
     `gemm` makes its products, if it is a matrix. `num_users` Functions use it in a pass; `at_end` is called at the end
-    of each one's last contribution of a step.
+    of each one's last contribution of a step, or of each pass if gradients are summed at its end: `ends_each_pass`.
     """
 
     def __init__(
         self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool, wgrads: Wgrads | None = None,
-        access: Access | None = None, at_end: Callable[[], object] = lambda: None,
+        access: Access | None = None, at_end: Callable[[], object] = lambda: None, ends_each_pass: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.shape, self.epoch, self.num_users = name, values.shape, 0, 0
         self._values, self._gradient, self._contributes = values, gradient, contributes
         self._wgrads, self._access, self._at_end = wgrads or Wgrads(), access or Access(), at_end
-        self._is_first, self._num_ended = True, 0
+        self._is_first, self._num_ended, self._ends_each_pass = True, 0, ends_each_pass
         self.gemm = Gemm(self)
+
+    def show(self, *, values: Tensor | None = None, gradient: Tensor | None = None) -> None:
+        """Let the values, or the gradient, be a part of a flat buffer from now on."""
+        if values is not None:
+            self._values = values.view(self.shape)
+        if gradient is not None:
+            self._gradient = gradient.view(self.shape)
 
     @property
     def values(self) -> Tensor:
@@ -147,7 +154,7 @@ class Weight:
 
     @property
     def is_late(self) -> bool:
-        """Return whether a user's last contribution of the step has not come."""
+        """Return whether a user's last contribution of the step, or of the pass, has not come."""
         return self._num_ended < self.num_users
 
     def add_gradient(self, compute: Callable[[Tensor, bool], object], *, ends: bool = True) -> None:
@@ -162,19 +169,21 @@ class Weight:
     def _add(self, compute: Callable[[Tensor, bool], object] | None, *, ends: bool) -> None:
         assert self._gradient is not None, f"{self.name} is held for inference"
         assert self._access.adds, f"a gradient of {self.name} came outside of the passes of its unit"
-        assert self.is_late or not self._num_ended, f"a gradient of {self.name} came after the last one of the step"
+        assert self.is_late or not self._num_ended, (
+            f"a gradient of {self.name} came after the last one of the {'pass' if self._ends_each_pass else 'step'}"
+        )
         if compute is not None:
             compute(self._gradient, self._is_first)
             self._is_first = False
-        if ends and self._wgrads.is_last:
+        if ends and (self._ends_each_pass or self._wgrads.is_last):
             self._num_ended += 1
             self._at_end()
 
-    def begin_step(self) -> None:
-        """Let the next contribution be the first."""
+    def begin_sum(self) -> None:
+        """Let the next contribution be the first of a step, or of a pass."""
         self._is_first, self._num_ended = True, 0
 
-    def finish_step(self) -> None:
+    def finish_sum(self) -> None:
         """Zero the gradient if nothing contributed to it."""
         if self._is_first and self._gradient is not None:
             self._gradient.zero_()

@@ -112,12 +112,13 @@ class Group:
         """Return the tensors of all ranks, [size, ...]."""
         return self.start_gather(tensor.unsqueeze(0)).wait()
 
-    def start_gather(self, share: Tensor) -> Work:
-        """Begin to gather the shares of all ranks; the work's tensor is their rows, in the order of ranks."""
+    def start_gather(self, share: Tensor, whole: Tensor | None = None) -> Work:
+        """Begin to gather the shares of all ranks; the work's tensor, `whole`, is their rows in the order of ranks."""
         share = share.contiguous()
         if self.transport is None:
-            return Work(self, "all_gather", share, None)
-        whole = share.new_empty(self.size * len(share), *share.shape[1:])
+            return Work(self, "all_gather", share if whole is None else whole.copy_(share), None)
+        if whole is None:
+            whole = share.new_empty(self.size * len(share), *share.shape[1:])
         return Work(self, "all_gather", whole, self._call("all_gather", whole, share, is_async=True), share)
 
     def start_scatter(self, whole: Tensor, share: Tensor | None = None) -> Work:

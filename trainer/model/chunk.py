@@ -31,7 +31,7 @@ class Chunk:
         model, num_stages = config.model, mesh.layout.num_stages
         before: Unit | None = None
         if stage == 0:
-            before = store.unit("embed")
+            before = store.unit("embed", reads_backward=False)
             self.begin = Border(None, before)
             self.embed = before.weight("embed.weight")
             self.positions = before.weight_if_any("pos.weight")

@@ -145,9 +145,9 @@ def local_runs(
 
 
 def _unit(name: str) -> str:
-    """Return the unit of a parameter: a layer, what is before the layers, or what is behind them."""
-    first, *rest = name.split(".")
-    return f"layers.{rest[0]}" if first == "layers" else "head" if first in ("norm", "head") else "embed"
+    """Return the unit of a parameter: a layer, or what is before or behind the layers, each with passes of its own."""
+    first, second, *_ = name.split(".")
+    return f"layers.{second}" if first == "layers" else first
 
 
 def fused_names(model: ModelConfig, layout: ParallelLayout, prefix: str) -> Iterator[tuple[str, ...]]:

@@ -13,7 +13,7 @@ from datakit import unread_lines
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
-from trainer.config.resolve import kv_replicas, layout_of, tiers_of
+from trainer.config.resolve import keeps_gathered, kv_replicas, layout_of, tiers_of
 from trainer.data import open_blend, open_valid_blend, with_vocabulary
 from trainer.engine import DTYPES
 from trainer.mesh.layout import GROUPS, groups_needed
@@ -24,7 +24,9 @@ from trainer.pipeline.schedules import SCHEDULES, with_transfers
 from trainer.pipeline.simulate import costs, simulate
 from trainer.run.activations import activation_bytes, kept_by_choice
 from trainer.run.banner import banner
+from trainer.store.leases import LEASES, num_leased
 from trainer.store.optimizers import OPTIMIZERS
+from trainer.store.plan import plan_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class RankMemory:
     parameters: int
     gradients: int
     optimizer: int
+    leases: int
     activations: int
 
     @property
@@ -42,7 +45,9 @@ class RankMemory:
         return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = " + ".join(f"{size_text(size)} {name}" for name, size in asdict(self).items())
+        parts = " + ".join(
+            f"{size_text(size)} {name}" for name, size in asdict(self).items() if size or name != "leases"
+        )
         return f"{size_text(self.total)} = {parts} (estimated)"
 
 
@@ -90,7 +95,6 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     groups = groups_needed(layout, kv_replicas(config))
     sizes = {axes: len(groups[name][0]) for name, axes in GROUPS.items()}
     runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
-    held = sum(run.numel for run in runs)
     moments = 2 if config.optim.moments == "bf16" else wide.itemsize
     master = 0 if wide == dtype else 2 if config.optim.master == "split" else wide.itemsize
     optimizer = sum(
@@ -98,12 +102,26 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
         * (len(OPTIMIZERS[run.optimizer].states) * moments + master)
         for run in runs
     )
-    travelling = sum(run.numel for run in runs if sizes[run.holders] > 1) if parallel.grad_reduce == "bf16" else 0
+    parameters = gradients = travelling = 0
+    leased: dict[str, int] = {}  # elements of the buckets that are cut, by unit
+    for bucket in plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize):
+        num_holders = sizes[bucket.runs[0].holders]
+        size, is_cut = bucket.size(num_holders), bucket.is_cut(num_holders, parallel.zero_whole_kib << 10)
+        parameters += size // num_holders if is_cut and parallel.zero_stage >= 3 else size
+        gradients += size // num_holders if is_cut and parallel.zero_stage >= 2 else size
+        travelling += size if num_holders > 1 and not (is_cut and parallel.zero_stage >= 2) else 0
+        leased[bucket.runs[0].unit] = leased.get(bucket.runs[0].unit, 0) + size * is_cut
+    of_gradients = num_leased(leased.values(), LEASES) if parallel.zero_stage >= 2 else 0
+    most = len(leased) if keeps_gathered(config) else LEASES
+    of_parameters = num_leased(leased.values(), most) if parallel.zero_stage >= 3 else 0
+    if parallel.grad_reduce == "bf16":  # what this rank sends and what it receives
+        gradients += 4 * (travelling + of_gradients) // wide.itemsize
     return RankMemory(
-        held * dtype.itemsize,
-        held * wide.itemsize + 4 * travelling,  # what this rank sends and what it receives
-        optimizer,
-        activation_bytes(config, pp),
+        parameters=parameters * dtype.itemsize,
+        gradients=gradients * wide.itemsize,
+        optimizer=optimizer,
+        leases=of_parameters * dtype.itemsize + of_gradients * wide.itemsize,
+        activations=activation_bytes(config, pp),
     )
 
 

@@ -1,7 +1,8 @@
-"""Bucket: one flat buffer of parameters with their gradients, and the optimizer state that this rank keeps of it.
+"""Bucket: one flat buffer of parameters with their gradients, and what this rank keeps of them and of their state.
 
 Its gradients are summed over the holders once the last ones of a step are in, beside the rest of the backward. Its
-parameters are gathered beside what follows; a unit waits for them before it reads them.
+parameters are gathered beside what follows; a unit waits for them before it reads them. Of a bucket that is cut a rank
+keeps its own interval, and whole buffers are leased for a pass: then gradients are summed at the end of each pass.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.linear.weight import Access, Weight
+from trainer.linear.weight import Access, Weight, add_or_write
 from trainer.mesh.group import Group, Work
 from trainer.ops import split
 from trainer.ops.dtypes import wide_dtype
@@ -20,50 +21,67 @@ from trainer.store.plan import BucketPlan, Segment
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How a store keeps its state: `sharded` cuts the optimizer state over the holders, `splits_master` keeps no fp32.
+    """How a store keeps its state: `zero_stage` says what the holders cut, `splits_master` keeps no fp32.
 
-    `summed` is the dtype in which gradients travel to their owners, who add in the wide one.
-    `overlaps_reduce` sums gradients beside the backward, `overlaps_gather` updates and gathers beside what follows.
+    They cut the optimizer state from stage 1 on, gradients from 2 and parameters from 3, but for buckets of less than
+    `whole_bytes`. `keeps_gathered` keeps parameters until the end of the step. `summed` is the dtype in which gradients
+    travel to their owners, who add in the wide one. `overlaps_reduce` sums gradients beside the backward,
+    `overlaps_gather` updates and gathers beside what follows.
     """
 
     dtype: torch.dtype
     moments: torch.dtype
     summed: torch.dtype
     bucket_bytes: int
-    sharded: bool
+    zero_stage: int
+    whole_bytes: int
+    keeps_gathered: bool
     with_optimizer: bool
     splits_master: bool
     overlaps_reduce: bool
     overlaps_gather: bool
 
+    @property
+    def sharded(self) -> bool:
+        """Return whether each holder updates its own interval alone."""
+        return self.zero_stage > 0
+
 
 class Bucket:
     """One flat buffer of parameters; owned by the training thread.
 
-    `parameters` and `gradients` cover the padded bucket. `master` and the `states` of its optimizer, by name, cover
-    what this rank updates, the states in the dtype `moments`, the others in the wide one: the owned interval if
-    `sharded`, else all of it. If the parameters have the wide dtype themselves, `master` is a view of them. Without an
-    optimizer there are no gradients, no copies, and states without elements.
+    `parameters` and `gradients` cover the padded bucket, or the owned interval if they are cut. `master` and the
+    `states` of its optimizer, by name, cover what this rank updates, the states in the dtype `moments`, the others in
+    the wide one: the owned interval if `sharded`, else all of it. If the parameters have the wide dtype themselves,
+    `master` is a view of them. Without an optimizer there are no gradients, no copies, and states without elements.
 
-    `weights` are its handles; what the units that use them may do is in `access`.
+    `weights` are its handles; what the units that use them may do is in `access`, which others of the unit share.
 
     With `splits_master` only the `low` bits of masters are kept beside the parameters. Then `master` is memory of the
     gradients, which are not in use between two steps: `join_masters` puts the masters there.
     """
 
-    def __init__(self, plan: BucketPlan, options: StoreOptions, device: torch.device, group: Group) -> None:
-        self.plan, self.options, self.group = plan, options, group
+    def __init__(
+        self, plan: BucketPlan, options: StoreOptions, device: torch.device, group: Group, access: Access
+    ) -> None:
+        self.plan, self.options, self.group, self.access = plan, options, group, access
         size, wide = plan.size(group.size), wide_dtype(options.dtype)
         self.owned = plan.interval(group.size, group.index)
         self.updated = self.owned if options.sharded else (0, size)
-        self.parameters = torch.zeros(size, dtype=options.dtype, device=device)
-        self.gradients = torch.zeros(size if options.with_optimizer else 0, dtype=wide, device=device)
-        self._weights = self.parameters[slice(*self.updated)]
+        is_cut = plan.is_cut(group.size, options.whole_bytes)
+        self.cuts_parameters = is_cut and options.zero_stage >= 3
+        self.cuts_gradients = is_cut and options.zero_stage >= 2 and options.with_optimizer
+        self._resident = self.owned if self.cuts_parameters else (0, size)
+        self._summed = self.owned if self.cuts_gradients else (0, size)
+        self.parameters = torch.zeros(_length(self._resident), dtype=options.dtype, device=device)
+        self.gradients = torch.zeros(_length(self._summed) * options.with_optimizer, dtype=wide, device=device)
+        self._whole_gradients = self.gradients  # or a lease
+        self._weights = _part(self.parameters, self._resident, self.updated)
         self.low: Tensor | None = None
         if not options.with_optimizer or options.dtype == wide:
             self.master = self._weights
         elif options.splits_master:
-            self.master = self.gradients[slice(*self.updated)]
+            self.master = _part(self.gradients, self._summed, self.updated)
             self.low = torch.zeros_like(self._weights, dtype=split.LOW)
         else:
             self.master = torch.zeros_like(self._weights, dtype=wide)
@@ -71,7 +89,7 @@ class Bucket:
         like = self.master if options.with_optimizer else self.master[:0]
         self.states = {name: torch.zeros_like(like, dtype=options.moments) for name in self.optimizer.states}
         self.weights = list[Weight]()
-        self.access = Access(reads=False, adds=False)
+        self._num_sums = 0
         self._reducing: Work | None = None
         self._gathering: Work | None = None
         self._is_written: torch.cuda.Event | None = None
@@ -79,13 +97,38 @@ class Bucket:
         self.updated_segments = plan.segments(*self.updated)
 
     def begin_step(self) -> None:
-        """Let the first contribution to each gradient overwrite what is there."""
+        """Let the first contribution to each gradient, or the first sum, overwrite what is there."""
+        self._num_sums = 0
         for weight in self.weights:
-            weight.begin_step()
+            weight.begin_sum()
+
+    def begin_pass(self, whole: Tensor) -> None:
+        """Let a pass's contributions to gradients that are cut overwrite a leased buffer."""
+        self._whole_gradients = whole
+        self._attach(gradients=whole)
+        for weight in self.weights:
+            weight.begin_sum()
+
+    def add_weight(self, weight: Weight) -> None:
+        """Take the next handle, and show it what is not cut."""
+        self.weights.append(weight)
+        if len(self.weights) == len(self.plan.runs):
+            if not self.cuts_parameters:
+                self._attach(values=self.parameters)
+            if not self.cuts_gradients and self.options.with_optimizer:
+                self._attach(gradients=self.gradients)
+
+    def _attach(self, *, values: Tensor | None = None, gradients: Tensor | None = None) -> None:
+        for weight, offset in zip(self.weights, self.plan.offsets, strict=True):
+            part = slice(offset, offset + weight.shape.numel())
+            if values is not None:
+                weight.show(values=values[part])
+            if gradients is not None:
+                weight.show(gradient=gradients[part])
 
     @property
     def late(self) -> list[str]:
-        """Return the weights that gradients of the step are yet to come of."""
+        """Return the weights that gradients are yet to come of: of the step, or of the pass if they are cut."""
         return [weight.name for weight in self.weights if weight.is_late]
 
     @property
@@ -96,22 +139,26 @@ class Bucket:
     def start_reduce(self) -> None:
         """Begin to sum the gradients over the holders, rounded to travel if `summed` is not their dtype."""
         for weight in self.weights:
-            weight.finish_step()
-        if self.options.summed != self.gradients.dtype and self.group.size > 1:
-            self._reducing = self.group.start_exchange(self.gradients.to(self.options.summed))
+            weight.finish_sum()
+        whole = self._whole_gradients
+        if self.options.summed != whole.dtype and self.group.size > 1:
+            self._reducing = self.group.start_exchange(whole.to(self.options.summed))
         elif self.options.sharded:
-            self._reducing = self.group.start("reduce_scatter", self.gradients)
+            self._reducing = self.group.start("reduce_scatter", whole)
         else:
-            self._reducing = self.group.start("all_reduce", self.gradients, "sum")
+            self._reducing = self.group.start("all_reduce", whole, "sum")
 
     def finish_reduce(self) -> None:
-        """Wait for the sum; at least the part that this rank updates is valid afterwards."""
-        assert self._reducing is not None, "start_reduce comes first"
-        found = self._reducing.wait()
-        if found.dtype != self.gradients.dtype:  # what each rank has for this one, to be added in the wide dtype
-            owned = self.gradients[slice(*self.owned)]
+        """Wait for the sum, if one has begun; at least the part that this rank updates is valid afterwards."""
+        if self._reducing is None:
+            return
+        found, self._reducing = self._reducing.wait(), None
+        owned = self._whole_gradients[slice(*self.owned)]
+        if found.dtype != owned.dtype:  # what each rank has for this one, to be added in the wide dtype
             torch.sum(found.view(self.group.size, -1), 0, dtype=owned.dtype, out=owned)
-        self._reducing = None
+        if self.cuts_gradients:
+            add_or_write(owned)(self.gradients, self._num_sums == 0)
+        self._num_sums += 1
 
     def part(self, segment: Segment, first: int, *, decays: bool, row: int) -> Any:
         """Return a segment of the interval from position `first` on, as the optimizer takes it, with its states."""
@@ -119,9 +166,11 @@ class Bucket:
         live = slice(start, start + segment.stop - segment.start)
         state = slice(live.start - self.updated[0], live.stop - self.updated[0])
         states = {name: whole[state] for name, whole in self.states.items()}
-        published = self.parameters[live] if self.master.dtype != self.parameters.dtype else None
+        interval = live.start, live.stop
+        is_apart = self.master.dtype != self.parameters.dtype
+        published = _part(self.parameters, self._resident, interval) if is_apart else None
         master = (self.master if self.low is None else self.low)[state]
-        gradient = self.gradients[live]
+        gradient = _part(self.gradients, self._summed, interval)
         return self.optimizer.part(
             gradient=gradient, master=master, published=published, decays=decays, row=row, **states
         )
@@ -139,12 +188,23 @@ class Bucket:
             self._weights.copy_(self.master)
 
     def start_gather(self) -> None:
-        """Begin to bring the parameters of every holder up to date with those of their owners."""
+        """Begin to bring the parameters of every holder up to date with those of their owners, unless they are cut."""
         if self.parameters.is_cuda:  # they may have been written on another stream
             self._is_written = torch.cuda.Event()
             self._is_written.record()
-        if self.options.sharded:
+        if self.options.sharded and not self.cuts_parameters:
             self._gathering = self.group.start("all_gather", self.parameters)
+
+    def start_gather_into(self, whole: Tensor) -> Work:
+        """Begin to gather parameters that are cut into a leased buffer, and show it to the weights."""
+        self.arrive()
+        self._attach(values=whole)
+        return self.group.start_gather(self.parameters, whole)
+
+    def gathered(self) -> Tensor:
+        """Return the parameters of the padded bucket: of one that is cut, memory of their own."""
+        self.arrive()
+        return self.group.start_gather(self.parameters).wait() if self.cuts_parameters else self.parameters
 
     def arrive(self) -> None:
         """Wait until the parameters are up to date; on CUDA the current stream waits, not the host."""
@@ -154,3 +214,12 @@ class Bucket:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+
+
+def _length(interval: tuple[int, int]) -> int:
+    return interval[1] - interval[0]
+
+
+def _part(kept: Tensor, interval: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
+    """Return the positions `wanted` of a bucket, of which the tensor has those of `interval`."""
+    return kept[wanted[0] - interval[0] : wanted[1] - interval[0]]

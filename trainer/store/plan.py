@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit import bucket_offsets, padded_size, shard_interval
-from trainer.mesh.layout import Axes
+from trainer.mesh.layout import Axes, Axis
 
 Shape = tuple[int, ...]
 
@@ -78,6 +78,14 @@ class BucketPlan:
             for name, shape in run.shapes.items():
                 yield name, shape, offset
                 offset += math.prod(shape)
+
+    def is_cut(self, num_holders: int, whole_bytes: int) -> bool:
+        """Return whether a holder may keep its own interval alone, and lease the whole for a pass.
+
+        It may not for what has less than so many bytes, nor for what two stages hold, which are at different passes.
+        """
+        size_bytes = self.size(num_holders) * self.itemsize
+        return num_holders > 1 and size_bytes >= whole_bytes and Axis.ENDS not in self.runs[0].holders
 
     def segments(self, start: int, stop: int) -> list[Segment]:
         """Return what the interval [start, stop) has of each parameter."""

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from trainer.config import OptimConfig
-from trainer.linear.weight import Weight, Wgrads
+from trainer.linear.weight import Access, Weight, Wgrads
 from trainer.mesh.layout import Axis
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.bucket import Bucket, StoreOptions
+from trainer.store.leases import LEASES, Leases
 from trainer.store.optimizers import Updates
 from trainer.store.parameter import Parameter, initial_values
 from trainer.store.plan import ParameterRun, plan_buckets
+from trainer.store.residence import Residence, size_of
 from trainer.store.unit import Unit
 
 
@@ -32,21 +34,43 @@ class ParameterStore:
         self, table: Mapping[str, Parameter], runs: Sequence[ParameterRun], mesh: ProcessMesh, options: StoreOptions
     ) -> None:
         self.table, self.mesh, self.options = table, mesh, options
-        self.buckets = [
-            Bucket(plan, options, mesh.device, mesh.along(plan.runs[0].holders))
-            for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
-        ]
-        self.wgrads, self._found = Wgrads(), dict[str, tuple[Weight, Bucket]]()
+        self.buckets, access = list[Bucket](), dict[str, Access]()
+        for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize):
+            shared = access.setdefault(plan.runs[0].unit, Access(reads=False, adds=False))
+            self.buckets.append(Bucket(plan, options, mesh.device, mesh.along(plan.runs[0].holders), shared))
+        self.residences = self._residences(access)
+        self.wgrads, self._found = Wgrads(), dict[str, tuple[Weight, Residence]]()
         for bucket in self.buckets:
-            for run, offset in zip(bucket.plan.runs, bucket.plan.offsets, strict=True):
-                bucket.weights.append(self._handle(bucket, run, offset))
-                self._found[run.names[0]] = bucket.weights[-1], bucket
+            for run in bucket.plan.runs:
+                weight = self._handle(bucket, run)
+                bucket.add_weight(weight)
+                self._found[run.names[0]] = weight, self.residences[run.unit]
         # views that never change, made once
         self._owned = self._intervals(self.buckets, of_owned=True)
         parts = [[bucket] for bucket in self.buckets] if options.overlaps_gather else [self.buckets]
         self._updated = [(part, self._intervals(part)) for part in parts]
         is_beside = options.overlaps_gather and options.with_optimizer and mesh.device.type == "cuda"
         self._beside = torch.cuda.Stream(mesh.device) if is_beside else None
+
+    def _residences(self, access: Mapping[str, Access]) -> dict[str, Residence]:
+        """Return where the buckets of each unit of the plan reside, in the order of depth."""
+        of_unit = {unit: [bucket for bucket in self.buckets if bucket.plan.runs[0].unit == unit] for unit in access}
+        wide, device = wide_dtype(self.options.dtype), self.mesh.device
+        sizes = [size_of([each for each in buckets if each.cuts_parameters]) for buckets in of_unit.values()]
+        most = len(sizes) if self.options.keeps_gathered else LEASES
+        self.parameter_leases = Leases(sizes, self.options.dtype, device, most)
+        sizes = [size_of([each for each in buckets if each.cuts_gradients]) for buckets in of_unit.values()]
+        self.gradient_leases = Leases(sizes, wide, device, LEASES)
+        found = {
+            unit: Residence(self.parameter_leases, self.gradient_leases, buckets, access[unit])
+            for unit, buckets in of_unit.items()
+        }
+        for residences, link in ((list(found.values()), "previous"), (list(found.values())[::-1], "following")):
+            latest: Residence | None = None
+            for residence in residences:
+                setattr(residence, link, latest)
+                latest = residence if residence.is_gathered else latest
+        return found
 
     def _intervals(self, buckets: Sequence[Bucket], *, of_owned: bool = False) -> Updates:
         """Return what this rank owns of buckets, or updates of them."""
@@ -59,43 +83,51 @@ class ParameterStore:
                 found.append((replace(row, rate=1.0, decay=1.0) if of_owned else row, part))  # a norm has no factors
         return Updates(found)
 
-    def _handle(self, bucket: Bucket, run: ParameterRun, offset: int) -> Weight:
-        first = self.table[run.names[0]]
-        part = slice(offset, offset + run.numel)
-        gradient = bucket.gradients[part].view(run.shape) if self.options.with_optimizer else None
-        name, values = " + ".join(run.names), bucket.parameters[part].view(run.shape)
+    def _handle(self, bucket: Bucket, run: ParameterRun) -> Weight:
+        first, name = self.table[run.names[0]], " + ".join(run.names)
+        values = torch.empty(run.shape, dtype=self.options.dtype, device="meta")  # until the bucket shows what there is
         contributes = first.contributes_on(self.mesh.layout, self.mesh.coords)
         return Weight(
-            name, values, gradient, contributes=contributes, wgrads=self.wgrads, access=bucket.access,
-            at_end=lambda: self._end(bucket),
+            name, values, None, contributes=contributes, wgrads=self.wgrads, access=bucket.access,
+            at_end=lambda: self._end(bucket), ends_each_pass=bucket.cuts_gradients,
         )  # fmt: skip
 
-    def unit(self, name: str) -> Unit:
+    def unit(self, name: str, *, reads_backward: bool = True) -> Unit:
         """Return a unit of the model, which asks for its weights; no two have one name."""
-        return Unit(name, self._found.get, self.wgrads)
+        return Unit(name, self._found.get, self.wgrads, reads_backward=reads_backward)
 
     def _end(self, bucket: Bucket) -> None:
-        """Begin the sum of a bucket if all its gradients are in.
+        """Begin the sum of a bucket if all its gradients are in, those of a pass if they are cut.
 
         Holders on two stages are not at the same passes: on a GPU the kernel of the one that is first would wait for
         the other, which waits for what the first has yet to send, and nothing that waits for all kernels could go on.
         """
-        if self.options.overlaps_reduce and Axis.ENDS not in bucket.group.axes and not bucket.late:
+        if bucket.late:
+            return
+        if bucket.cuts_gradients:
+            bucket.start_reduce()
+            if not self.options.overlaps_reduce:
+                bucket.finish_reduce()
+        elif self.options.overlaps_reduce and Axis.ENDS not in bucket.group.axes:
             bucket.start_reduce()
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter of this rank and its live values in the compute dtype."""
-        self.join()
         for bucket in self.buckets:
+            whole = bucket.gathered()
             for name, shape, offset in bucket.plan.parameters():
-                yield name, bucket.parameters[offset : offset + math.prod(shape)].view(shape)
+                yield name, whole[offset : offset + math.prod(shape)].view(shape)
 
     # --- steps
 
     def begin_step(self) -> None:
-        """Let the first contribution to each gradient overwrite what is there."""
+        """Let the first contribution to each gradient overwrite what is there, and gather what is read first."""
         for bucket in self.buckets:
             bucket.begin_step()
+        self.parameter_leases.begin_step()
+        self.gradient_leases.begin_step()
+        for residence in [each for each in self.residences.values() if each.is_gathered][:1]:
+            residence.prefetch()
 
     def finish_reduce(self) -> Tensor:
         """Sum the gradients into their owners; return the squared norm of what this rank owns of each parameter.
@@ -106,13 +138,12 @@ class ParameterStore:
         late = [name for bucket in self.buckets for name in bucket.late]
         assert not late, f"the last gradient of {', '.join(late)} has not come"
         for bucket in self.buckets:
-            if not bucket.is_reducing:
+            if not bucket.is_reducing and not bucket.cuts_gradients:
                 bucket.start_reduce()
             if not self.options.overlaps_reduce:
                 bucket.finish_reduce()
         for bucket in self.buckets:
-            if bucket.is_reducing:
-                bucket.finish_reduce()
+            bucket.finish_reduce()
         squares = torch.zeros(len(self.table), dtype=torch.float64, device=self.mesh.device)
         self._owned.write_squared_norms(squares)
         return squares
@@ -144,6 +175,7 @@ class ParameterStore:
                 intervals.update(optim, lr, updates, factor=factor, is_bad=is_bad, late=late, form=form)
                 for bucket in buckets:
                     bucket.start_gather()
+        self.parameter_leases.forget()
         for weight, _ in self._found.values():
             weight.epoch += 1
         if not self.options.overlaps_gather:
@@ -173,6 +205,7 @@ class ParameterStore:
         for bucket in self.buckets:
             bucket.publish_masters()
             bucket.start_gather()
+        self.parameter_leases.forget()
         self.join()
 
     # --- initial values
@@ -186,7 +219,8 @@ class ParameterStore:
                 mesh = self.mesh
                 place = (shape, mesh.layout, mesh.coords, seed, wide, mesh.device)
                 whole = initial_values(name, self.table[name], *place).flatten()
-                bucket.parameters[offset : offset + len(whole)].copy_(whole)
+                if not bucket.cuts_parameters:
+                    bucket.parameters[offset : offset + len(whole)].copy_(whole)
                 for segment in (each for each in bucket.updated_segments if each.name == name):
                     master = bucket.master[segment.offset :][: segment.stop - segment.start]
                     master.copy_(whole[segment.start : segment.stop])

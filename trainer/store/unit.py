@@ -14,18 +14,26 @@ import torch
 from torch import Tensor
 
 from trainer.linear.weight import Weight, Wgrads
-from trainer.store.bucket import Bucket
+from trainer.store.residence import Residence
 
 
 class Unit:
     """The weights of a unit of a stage; owned by the training thread.
 
-    `find` returns a weight and its bucket, None if the model has it not.
+    `find` returns a weight and where it resides, None if the model has it not. Without `reads_backward` a backward pass
+    adds to gradients alone.
     """
 
-    def __init__(self, name: str, find: Callable[[str], tuple[Weight, Bucket] | None], wgrads: Wgrads) -> None:
-        self.name, self.buckets = name, list[Bucket]()
-        self._find, self._wgrads = find, wgrads
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[str], tuple[Weight, Residence] | None],
+        wgrads: Wgrads,
+        *,
+        reads_backward: bool = True,
+    ) -> None:
+        self.name, self.weights, self.residences = name, list[Weight](), list[Residence]()
+        self._find, self._wgrads, self._reads_backward = find, wgrads, reads_backward
 
     def weight(self, *names: str) -> Weight:
         """Return the handle of a parameter, or of several that were planned as one run, as one that the unit uses."""
@@ -39,32 +47,32 @@ class Unit:
         found = self._find(names[0])
         if found is None:
             return None
-        weight, bucket = found
+        weight, residence = found
         weight.num_users += 1
-        if bucket not in self.buckets:
-            self.buckets.append(bucket)
+        self.weights.append(weight)
+        residence.is_read_backward |= self._reads_backward
+        if residence not in self.residences:
+            self.residences.append(residence)
         return weight
 
-    def use(self) -> None:
-        """Begin a pass that reads the values, once they are up to date."""
-        for bucket in self.buckets:
-            bucket.arrive()
-            bucket.access.reads = True
+    def use(self) -> list[Residence]:
+        """Begin a pass that reads the values, once they are up to date; return where it is the first that does."""
+        return [residence for residence in self.residences if residence.use(self)]
 
     def release(self) -> None:
         """End a pass that reads them; one that has ended stays so."""
-        for bucket in self.buckets:
-            bucket.access.reads = False
+        for residence in self.residences:
+            residence.release(self)
 
     def begin_adding(self) -> None:
         """Begin a pass that adds to gradients."""
-        for bucket in self.buckets:
-            bucket.access.adds = True
+        for residence in self.residences:
+            residence.begin_adding(self)
 
     def end_adding(self) -> None:
         """End it: all gradients of the micro-batch are in."""
-        for bucket in self.buckets:
-            bucket.access.adds = False
+        for residence in self.residences:
+            residence.end_adding(self)
 
     @contextmanager
     def passing(self, *, adds: bool) -> Iterator[None]:
@@ -77,10 +85,11 @@ class Unit:
             self.end_adding()
         self.release()
 
-    def begin_backward(self) -> None:
-        """Begin the backward pass, whose gradients may be put off."""
-        self.use()
+    def begin_backward(self) -> list[Residence]:
+        """Begin the backward pass, whose gradients may be put off; return as `use`."""
+        opened = self.use() if self._reads_backward else []
         self._wgrads.add(self.begin_adding)
+        return opened
 
     def end_backward(self) -> None:
         """End it."""
@@ -96,18 +105,22 @@ class Border:
     after: Unit | None
 
     def forward(self) -> None:
-        """End the forward pass of the one, begin that of the other."""
+        """End the forward pass of the one, begin that of the other: first, as they may reside together."""
+        opened = [] if self.after is None else self.after.use()
         if self.before is not None:
             self.before.release()
-        if self.after is not None:
-            self.after.use()
+        for residence in opened:
+            if residence.following is not None:
+                residence.following.prefetch()
 
     def backward(self) -> None:
-        """End the backward pass of the other, begin that of the one."""
+        """End the backward pass of the other, begin that of the one: first, as they may reside together."""
+        opened = [] if self.before is None else self.before.begin_backward()
         if self.after is not None:
             self.after.end_backward()
-        if self.before is not None:
-            self.before.begin_backward()
+        for residence in opened:
+            if residence.previous is not None and residence.previous.is_read_backward:
+                residence.previous.prefetch()
 
     def cross(self, x: Tensor) -> Tensor:
         """Return x, which goes over the border, unchanged."""

@@ -21,7 +21,7 @@ from trainer.config.resolve import resolve, settled
 LEAVES = list(leaves(Config))
 KEEPS = {
     "model": {"attention_window"},
-    "parallel": {"schedule", "overlap_grad_reduce", "overlap_param_gather", "timeout_s"},
+    "parallel": {"schedule", "overlap_grad_reduce", "overlap_param_gather", "reshard_after_forward", "timeout_s"},
     "optim": {"master"},
     "train": {
         "train_steps",

@@ -1,17 +1,22 @@
 """`trainer train --dry-run`: everything that can be known before a run is checked and printed, and nothing is done."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.trainer.support.parity import state_bytes
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.parity import config_for, make_engine, state_bytes
+from tests.trainer.support.threads import run_threads
 from tests.trainer.support.training import call
+from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from
 from trainer.engine import Engine
+from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh, mesh_of
 from trainer.model.microbatch import MicroBatch
 from trainer.run.dry_run import rank_memory, size_text
@@ -120,6 +125,30 @@ def test_the_estimate_is_what_an_engine_allocates(model: dict, optim: dict) -> N
     assert memory.activations == pytest.approx(measured, rel=0.15)
 
 
+def bytes_of_a_rank(rank: int, config: Config, *, network: Network) -> tuple[int, int, int, int]:
+    """Parameters, gradients, optimizer and leases of an engine."""
+    store = make_engine(rank, config, network=network).store
+    parameters, gradients = (
+        sum(getattr(bucket, name).nbytes for bucket in store.buckets) for name in ("parameters", "gradients")
+    )
+    return parameters, gradients, state_bytes(store), store.parameter_leases.nbytes + store.gradient_leases.nbytes
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("layout", "options"), [("dp4", {}), ("tp2-dp2", {"reshard_after_forward": "off"}), ("dp2-pp2", {})]
+)
+def test_zero_stages_keep_and_lease_what_is_printed(zero_stage: int, layout: str, options: dict) -> None:
+    made = config_for("gpt2" if "tp" in layout else "llama", ParallelLayout.parse(layout), precision="bf16")
+    options = {"zero_stage": zero_stage, "zero_whole_kib": 8, **options}
+    made = replace(made, parallel=replace(made.parallel, **options))
+    for rank, found in enumerate(run_threads(4, bytes_of_a_rank, made)):
+        memory = rank_memory(made, layout_of(made).coords(rank).pp)
+        assert (memory.parameters, memory.gradients, memory.leases) == (found[0], found[1], found[3])
+        assert memory.optimizer == pytest.approx(found[2], rel=0.01)
+        assert ("leases" in str(memory)) == (zero_stage > 1)
+
+
 def test_stages_differ_and_zero_cuts_the_optimizer() -> None:
     model = {"vocab_size": 100, "num_layers": 4, "hidden_size": 32}
     layout = {"pp": 2, "dp": 4}
@@ -129,8 +158,8 @@ def test_stages_differ_and_zero_cuts_the_optimizer() -> None:
     for pp in (0, 1):
         assert rank_memory(whole, pp).optimizer == pytest.approx(4 * rank_memory(cut, pp).optimizer, rel=0.01)
     first, last = rank_memory(tied, 0), rank_memory(tied, 1)
-    # both hold the tied matrix and own half of it; the last stage has a norm besides
-    assert last.parameters == first.parameters + 32 * 4
+    # both hold the tied matrix and own half of it; the last stage has a norm besides, in a bucket of 4 times 64 bytes
+    assert last.parameters == first.parameters + 4 * 64
     assert last.optimizer == first.optimizer + 2 * 32 * 4 // 4
     assert size_text(last.parameters).endswith(" KiB")
 

@@ -20,18 +20,18 @@ from trainer.run.stage_times import Nobody
 def test_the_first_contribution_overwrites_and_later_ones_add() -> None:
     weight, gradient = handle(torch.ones(2))
     for step in range(2):
-        weight.begin_step()
+        weight.begin_sum()
         for _ in range(2):
             weight.add_gradient(lambda out, first: out.fill_(3.0) if first else out.add_(3.0))
-        weight.finish_step()
+        weight.finish_sum()
         assert gradient.tolist() == [6.0, 6.0], step
 
 
 def test_a_weight_without_a_contribution_has_none() -> None:
     weight, gradient = handle(torch.ones(2), contributes=False)
-    weight.begin_step()
+    weight.begin_sum()
     weight.add_gradient(lambda out, first: pytest.fail("another rank contributes it"))
-    weight.finish_step()
+    weight.finish_sum()
     assert gradient.tolist() == [0.0, 0.0]
 
 

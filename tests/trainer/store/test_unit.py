@@ -16,6 +16,7 @@ from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Network
+from trainer.store.residence import Residence
 from trainer.store.unit import Border, Unit
 
 Patch = pytest.MonkeyPatch
@@ -39,8 +40,7 @@ def sums(rank: int, config: Config, *, network: Network) -> dict[str, list[list[
 
         def end(unit: Unit) -> None:
             if unit._wgrads is engine.store.wgrads:
-                weights = [weight for bucket in unit.buckets for weight in bucket.weights]
-                gradients[unit.name].append([weight._gradient.clone() for weight in weights])
+                gradients[unit.name].append([weight._gradient.clone() for weight in unit.weights])
             real(unit)
 
         patch.setattr(Unit, "end_adding", end)
@@ -126,14 +126,15 @@ def leased(patch: Patch) -> None:
     kept: dict[Weight, torch.Tensor] = {}
     real_use, real_release = Unit.use, Unit.release
 
-    def use(unit: Unit) -> None:
-        real_use(unit)
-        for weight in (weight for bucket in unit.buckets for weight in bucket.weights):
+    def use(unit: Unit) -> list[Residence]:
+        opened = real_use(unit)
+        for weight in unit.weights:
             weight._values = kept.setdefault(weight, weight._values).clone()
+        return opened
 
     def release(unit: Unit) -> None:
         real_release(unit)
-        for weight in (weight for bucket in unit.buckets for weight in bucket.weights):
+        for weight in unit.weights:
             weight._values.fill_(torch.nan)
 
     patch.setattr(Unit, "use", use)
@@ -170,8 +171,9 @@ def test_a_border_changes_nothing_and_comes_once_a_pass() -> None:
     events: list[str] = []
 
     class Noted(Unit):
-        def use(self) -> None:
+        def use(self) -> list[Residence]:
             events.append(f"use {self.name}")
+            return []
 
         def release(self) -> None:
             events.append(f"release {self.name}")
@@ -186,16 +188,16 @@ def test_a_border_changes_nothing_and_comes_once_a_pass() -> None:
     one, two = (Noted(name, lambda name: None, engine.store.wgrads) for name in ("one", "two"))
     x = torch.arange(3.0, requires_grad=True)
     y = Border(one, two).cross(Border(None, one).cross(x))
-    assert events == ["use one", "release one", "use two"]
+    assert events == ["use one", "use two", "release one"]
     assert torch.equal(y, x)
     events.clear()
     with engine.store.wgrads.putting_off() as put_off:
         (3 * y).sum().backward()
     assert x.grad.tolist() == [3.0] * 3
-    assert events == ["release two", "use one", "release one"]
+    assert events == ["use one", "release two", "release one"]
     for each in put_off:
         each()
-    assert events[3:] == ["end two", "begin one", "end one"]
+    assert events[3:] == ["begin one", "end two", "end one"]
     events.clear()
     with torch.no_grad():
         assert Border(one, None).cross(x) is x

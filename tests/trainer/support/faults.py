@@ -334,7 +334,7 @@ FAULTS = [
     Fault("a group's weight decay is left out", None,
           wrapping(table, "with_groups", lambda real, rows, groups: real(
               rows, [replace(group, decay_factor=None) for group in groups])), groups=GROUPS),
-    Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_step", not_zeroed)),
+    Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_sum", not_zeroed)),
     Fault("down's gradient is made of its input's gradient", None,
           wrapping(Activation, "backward", gradient_for_product)),
     Fault("rotary angles are of float32", None, wrapping(chunk, "turns_at", narrow_angles),

@@ -52,7 +52,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         vocab_size=draw(st.integers(layout.tp, 23)), round_vocab_to=draw(st.sampled_from([1, 4])), init_std=0.3,
         window_every=draw(st.sampled_from([0, 2, 3])) if options["window"] else 0, **options,
     )  # fmt: skip
-    sequence_parallel = draw(st.sampled_from(["auto", "off"]))
+    sequence_parallel, zero_stage = draw(st.sampled_from(["auto", "off"])), draw(st.sampled_from([0, 1, 2, 3]))
     seq_length = draw(st.integers(2, 6))
     cuts_tokens = sequence_parallel == "auto" and micro_batch * seq_length % layout.tp == 0
     num_stages = layout.pp * virtual
@@ -66,7 +66,9 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
             sequence_parallel=sequence_parallel, tp_overlap_parts=draw(st.integers(1, 3)) if cuts_tokens else 1,
             schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])), virtual_stages=virtual,
             pipeline_layout=draw(st.sampled_from(["even", "cost", ",".join(map(str, by_hand))])),
-            zero_stage=draw(st.sampled_from([0, 1])), bucket_mib=draw(st.sampled_from([0, 1])),
+            zero_stage=zero_stage, bucket_mib=draw(st.sampled_from([0, 1])),
+            zero_whole_kib=draw(st.sampled_from([0, 1])) if zero_stage > 1 else 1024,
+            reshard_after_forward=draw(st.sampled_from(["auto", "on", "off"])) if zero_stage == 3 else "auto",
         ),
         # with an eps of 1e-8 gradients that are 0 but for rounding would move weights by 1e-9
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=draw(st.sampled_from([0.0, 0.05])), warmup_steps=1, eps=1e-5),
