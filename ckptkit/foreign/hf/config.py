@@ -43,14 +43,36 @@ def llama_like(config: Config) -> ModelTable:
 
 
 def _with_window(model: ModelTable, config: Config) -> ModelTable:
-    """Return the model with its sliding window: rows that are no longer are attended to in full."""
+    """Return the model with its sliding window, which sees as many tokens here: a query's own and those before it.
+
+    Where full layers are not every N-th, the window bounds the rows: those that are no longer are attended to in full.
+    """
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     others = {str(kind) for kind in config.get("layer_types") or ()} - {SLIDING, FULL}
     if others:
         model = _beyond(model, f"layers of {shown(min(others))}")
-    if window is None or set(config.get("layer_types") or ()) == {FULL}:
+    slides = layers_that_slide(config, model.num_layers)
+    if window is None or not any(slides):
         return model
-    return replace(model, attention_window=_number(config, "sliding_window"))
+    size, first = _number(config, "sliding_window"), [*slides, False].index(False) + 1  # the first full layer
+    if slides != [number % first != 0 for number in range(1, len(slides) + 1)]:
+        return replace(model, attention_window=size)
+    return replace(model, window=size, window_every=0 if all(slides) else first)
+
+
+def layers_that_slide(config: Config, num_layers: int) -> list[bool]:
+    """Return which layers have the window: as listed, all but every N-th, or all from a number on."""
+    kinds, numbers = config.get("layer_types"), range(1, num_layers + 1)
+    if kinds is not None:
+        if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
+            raise UserError(f"layer_types must be a list of {num_layers} kinds, got {shown(kinds)}")
+        return [kind == SLIDING for kind in kinds]
+    every = config.get("sliding_window_pattern")
+    if every is not None:
+        every = _number(config, "sliding_window_pattern")
+        return [number % every != 0 for number in numbers]
+    first_full = config.get("max_window_layers") or 0
+    return [number > first_full for number in numbers]
 
 
 def _with_rope(model: ModelTable, config: Config) -> ModelTable:
@@ -105,20 +127,25 @@ class LlamaLike:
 def mixtral(config: Config) -> ModelTable:
     """Return the model of a Mixtral."""
     experts, per_token = _number(config, "num_local_experts"), _number(config, "num_experts_per_tok")
-    return replace(llama_like(config), num_experts=experts, experts_per_token=per_token)
+    return replace(llama_like({**config, **ALL_SLIDE}), num_experts=experts, experts_per_token=per_token)
 
 
-QWEN = {"use_sliding_window": False, "sliding_window": 4096}
+ALL_SLIDE = {"layer_types": None, "max_window_layers": None, "sliding_window_pattern": None}  # if any layer does
+QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+QWEN_FIXED = {"sliding_window_pattern": None}
 GEMMA = LlamaLike(
     {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     beyond=("norms by 1 + weight", "embeddings times the square root of hidden_size"),
 )
 LLAMA_LIKE = {  # by model_type
     "llama": LlamaLike(fixed={"sliding_window": None}),
-    "mistral": LlamaLike({"sliding_window": 4096, "num_key_value_heads": 8}),
-    "qwen2": LlamaLike(QWEN, {"attention_bias": False, "mlp_bias": False}, {"qkv_bias": True}),
-    "qwen3": LlamaLike(QWEN | {"head_dim": 128}, fields={"qk_norm": True}),
-    "phi3": LlamaLike({"rms_norm_eps": 1e-5}),
+    "mistral": LlamaLike({"sliding_window": 4096, "num_key_value_heads": 8}, ALL_SLIDE),
+    "ministral": LlamaLike(
+        {"sliding_window": 4096, "num_key_value_heads": 8}, {"max_window_layers": None, "sliding_window_pattern": None}
+    ),
+    "qwen2": LlamaLike(QWEN, {"attention_bias": False, "mlp_bias": False} | QWEN_FIXED, {"qkv_bias": True}),
+    "qwen3": LlamaLike(QWEN | {"head_dim": 128}, QWEN_FIXED, {"qk_norm": True}),
+    "phi3": LlamaLike({"rms_norm_eps": 1e-5}, ALL_SLIDE),
     "olmo2": LlamaLike(
         {"rms_norm_eps": 1e-5},
         fields={"norms": "after", "wide_qk_norm": True},
@@ -131,12 +158,12 @@ LLAMA_LIKE = {  # by model_type
 def gemma2(config: Config) -> ModelTable:
     """Return the model of a Gemma 2: norms on both sides, soft caps of logits, scaled queries, windows."""
     defaults = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    return _gemma_of_both_norms({"num_key_value_heads": 4, **defaults, **config})
+    return _gemma_of_both_norms({"num_key_value_heads": 4, **defaults, **config, "sliding_window_pattern": 2})
 
 
 def gemma3(config: Config) -> ModelTable:
     """Return the model of a Gemma 3's text part, which normalises heads and turns its sliding layers otherwise."""
-    defaults = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_key_value_heads": 4}
+    defaults = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_key_value_heads": 4, "sliding_window_pattern": 6}
     config = {**defaults, **config}
     model = replace(_gemma_of_both_norms(config), qk_norm=True)
     if not config.get("rope_parameters") and config["rope_local_base_freq"] != model.rope_theta:
@@ -252,8 +279,13 @@ def biased_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
 
 
 def mistral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
-    """Return the keys of a Mistral, whose attention may slide."""
-    return llama_config(model, max_positions) | {"sliding_window": model.attention_window or None}
+    """Return the keys of a Mistral, whose attention may slide in all layers."""
+    return llama_config(model, max_positions) | {"sliding_window": model.window or None}
+
+
+def ministral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
+    """Return the keys of a Ministral: a Mistral of which some layers may see all."""
+    return mistral_config(model, max_positions) | ({"layer_types": layer_types(model)} if model.window else {})
 
 
 def mixtral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
@@ -263,6 +295,12 @@ def mixtral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
 
 
 def qwen_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
-    """Return the keys of a Qwen2 or Qwen3, all of whose layers slide if there is a window."""
-    config, window = llama_config(model, max_positions), model.attention_window
-    return config | ({"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {})
+    """Return the keys of a Qwen2 or Qwen3, whose layers slide as the model says if there is a window."""
+    keys = {"use_sliding_window": True, "sliding_window": model.window, "layer_types": layer_types(model)}
+    return llama_config(model, max_positions) | (keys | {"max_window_layers": 0} if model.window else {})
+
+
+def layer_types(model: ModelTable) -> list[str]:
+    """Return the kinds of the layers of a model with a window."""
+    every, numbers = model.window_every, range(1, model.num_layers + 1)
+    return [FULL if every and number % every == 0 else SLIDING for number in numbers]

@@ -97,6 +97,7 @@ FAMILIES = {
     for family in (
         Family("llama", "LlamaForCausalLM", "model.", LLAMA_LIKE["llama"], _LLAMA, config.biased_config),
         Family("mistral", "MistralForCausalLM", "model.", LLAMA_LIKE["mistral"], _LLAMA, config.mistral_config),
+        Family("ministral", "MinistralForCausalLM", "model.", LLAMA_LIKE["ministral"], _LLAMA, config.ministral_config),
         Family("mixtral", "MixtralForCausalLM", "model.", config.mixtral, _MIXTRAL, config.mixtral_config),
         Family("qwen2", "Qwen2ForCausalLM", "model.", LLAMA_LIKE["qwen2"], _LLAMA, config.qwen_config),
         Family("qwen3", "Qwen3ForCausalLM", "model.", LLAMA_LIKE["qwen3"], _LLAMA, config.qwen_config),
@@ -126,7 +127,7 @@ def family_of(config: Config) -> Family:
 
 def family_for(model: ModelTable) -> Family:
     """Return the family that a run's model is of; UserError if no family has such a model."""
-    for name in ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"):
+    for name in ("gpt2", "llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3"):
         family = FAMILIES[name]
         try:
             if family.config and family.model({"model_type": name, **family.config(model, 1)}) == model:
@@ -134,4 +135,8 @@ def family_for(model: ModelTable) -> Family:
         except UserError:
             continue
     parts = f"{model.norm}, {model.position}, {model.activation}, bias {model.bias}, qk_norm {model.qk_norm}"
-    raise UserError(f"no known family of Hugging Face has such a model: {parts}")
+    if model.window or model.attention_window:
+        parts += f", window {model.window}, window_every {model.window_every}"
+        parts += f", attention_window {model.attention_window}"
+    hint = "--like FOLDER, with the config.json of the model"
+    raise UserError(f"no known family of Hugging Face has such a model: {parts}", hint=hint)

@@ -17,7 +17,8 @@ class ModelTable:
     """The shape of a model in the trainer's words: the fields are keys of its `[model]` table, or BEYOND_KEYS.
 
     `norms` are before, after or on both sides of attention and MLP. `attention_bias` and `mlp_bias` are biases of one
-    of the two alone. `beyond` are phrases of what else has no place in a `[model]` table.
+    of the two alone. `attention_window` is a window of some layers, which `window_every` cannot name. `beyond` are
+    phrases of what else has no place in a `[model]` table.
     """
 
     num_layers: int
@@ -42,6 +43,8 @@ class ModelTable:
     rope_low_factor: float = 1.0
     rope_high_factor: float = 4.0
     rope_original_length: int = 8192
+    window: int = 0
+    window_every: int = 0
     attention_window: int = 0
     num_experts: int = 0
     experts_per_token: int = 0

@@ -4,7 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -105,6 +105,7 @@ def export_of(source: ChunkSource, like: Storage | None, max_shard_bytes: int, d
     if CONFIG in files:
         where = f"{source.url if like is None else like.url}: {CONFIG}"
         family, model = model_of(_parsed(files[CONFIG], where), where)
+        recorded = None if recorded is None else _with_pattern(recorded, model)
         faults = [
             f"{field.name}: {getattr(recorded, field.name)}, {CONFIG} says {getattr(model, field.name)}"
             for field in fields(ModelTable)
@@ -116,6 +117,8 @@ def export_of(source: ChunkSource, like: Storage | None, max_shard_bytes: int, d
         text = f"{source.url} does not say of which model it is"
         raise UserError(text, hint="--like FOLDER, with the config.json of the model")
     else:
+        if "window" not in root.metadata["config"]["model"]:  # an older run, which knew one window for all patterns
+            recorded = replace(recorded, window=recorded.attention_window, attention_window=0)
         family, model = family_for(recorded), recorded
     prefix = root.metadata.get("hugging_face", {}).get("prefix", family.prefix) if like is None else family.prefix
     tensors = outgoing(family.rows(model, str(prefix)), root, source.url, dtype)
@@ -220,10 +223,20 @@ def recorded_model(root: Root) -> ModelTable | None:
             unused += ["rope_low_factor", "rope_high_factor", "rope_original_length"]
         if not is_rope or values.get("rope_scaling", "none") == "none":
             unused.append("rope_factor")
+        if values.get("window_every", 0) > values["num_layers"]:
+            unused.append("window_every")
         values["beyond"] = tuple(values.get("beyond", ()))
         return ModelTable(**{name: value for name, value in values.items() if name not in unused})
     except (KeyError, TypeError, ZeroDivisionError):
         return None
+
+
+def _with_pattern(recorded: ModelTable, model: ModelTable) -> ModelTable:
+    """Return what a run recorded, in whose rows the window cut nothing, with the pattern of a folder's layers."""
+    if recorded.window or recorded.attention_window != (model.window or model.attention_window):
+        return recorded
+    names = ("window", "window_every", "attention_window")
+    return replace(recorded, **{name: getattr(model, name) for name in names})
 
 
 def _order(row: Row) -> tuple[int, int, str, int]:

@@ -13,6 +13,7 @@ VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, EXPERTS = 61, 32, 48, 4, 2, 12
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

@@ -175,37 +175,58 @@ def test_what_the_trainer_cannot_train_is_imported_and_refused_there(
     assert "ckptkit imports, reshards and exports this one" in str(caught.value.hint)
 
 
-WINDOWS: list[tuple[str, dict[str, Any], int]] = [
-    ("mistral", {}, 4096),
-    ("mistral", {"sliding_window": 32}, 32),
-    ("mistral", {"sliding_window": None}, 0),
-    ("phi3", {"sliding_window": 32}, 32),
-    ("llama", {"sliding_window": 32}, 0),
-    ("qwen2", {"sliding_window": 32}, 0),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 32}, 32),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": ["full_attention"] * 2}, 0),
-    ("gemma2", {"sliding_window": 32}, 32),
+SLIDES = {"use_sliding_window": True, "sliding_window": 32, "num_hidden_layers": 2}
+TWO, ALTERNATING = ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]
+WINDOWS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [  # window, window_every, attention_window
+    ("mistral", {}, (4096, 0, 0)),
+    ("mistral", {"sliding_window": 32, "layer_types": ALTERNATING}, (32, 0, 0)),  # which it does not read
+    ("mistral", {"sliding_window": None}, (0, 0, 0)),
+    ("ministral", {"sliding_window": 32}, (32, 0, 0)),
+    ("ministral", {"sliding_window": 32, "layer_types": ALTERNATING}, (32, 2, 0)),
+    ("phi3", {"sliding_window": 32}, (32, 0, 0)),
+    ("phi3", {}, (0, 0, 0)),
+    ("llama", {"sliding_window": 32}, (0, 0, 0)),
+    ("qwen2", {"sliding_window": 32}, (0, 0, 0)),
+    ("qwen2", SLIDES, (0, 0, 0)),  # from layer 28 on
+    ("qwen2", SLIDES | {"max_window_layers": 0}, (32, 0, 0)),
+    ("qwen2", SLIDES | {"max_window_layers": 1}, (0, 0, 32)),
+    ("qwen2", SLIDES | {"max_window_layers": 1, "layer_types": TWO}, (32, 0, 0)),
+    ("qwen3", SLIDES | {"layer_types": ["full_attention"] * 2}, (0, 0, 0)),
+    ("qwen3", SLIDES | {"layer_types": ALTERNATING}, (32, 2, 0)),
+    ("qwen3", SLIDES | {"layer_types": ALTERNATING[::-1]}, (0, 0, 32)),
+    ("gemma2", {"sliding_window": 32}, (32, 2, 0)),
+    ("gemma2", {"sliding_window": 32, "layer_types": TWO}, (32, 0, 0)),
+    ("gemma3_text", {"sliding_window": 32}, (32, 0, 0)),  # the first of six that is full is layer 6
+    ("gemma3_text", {"sliding_window": 32, "sliding_window_pattern": 2}, (32, 2, 0)),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "changes", "window"), WINDOWS)
-def test_a_window_is_known_and_rows_beyond_it_are_refused(
-    tmp_path: Path, model_type: str, changes: dict[str, Any], window: int
+@pytest.mark.parametrize(("model_type", "changes", "windows"), WINDOWS)
+def test_a_window_is_known_and_which_layers_have_it(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], windows: tuple[int, int, int]
 ) -> None:
     from trainer.config.walk import load_config
 
     write_folder(tmp_path / "model", model_type, **changes)
     recorded = HfFolder(str(tmp_path / "model")).root(0).metadata["config"]
-    assert recorded["model"]["attention_window"] == window
-    assert recorded["train"]["seq_length"] == min(64, window or 64)
-    if window != 32 or model_type == "gemma2":
+    names = ("window", "window_every", "attention_window")
+    assert tuple(recorded["model"][name] for name in names) == windows
+    assert recorded["train"]["seq_length"] == min(64, windows[2] or 64)
+    if "beyond" in recorded["model"]:
         return
-    job = "[checkpoint]\nload = 'hf:{}/model'\n[train]\nseq_length = {}\n"
-    for seq_length in (32, 33):
-        (tmp_path / f"{seq_length}.toml").write_text(job.format(tmp_path, seq_length))
-    assert load_config(str(tmp_path / "32.toml")).model.attention_window == 32
-    with pytest.raises(UserError, match=r"model.attention_window 32 is less than rows of 33 tokens"):
-        load_config(str(tmp_path / "33.toml"))
+    (tmp_path / "33.toml").write_text(f"[checkpoint]\nload = 'hf:{tmp_path}/model'\n[train]\nseq_length = 33\n")
+    if windows[2]:
+        with pytest.raises(UserError, match=r"model.attention_window 32 is less than rows of 33 tokens"):
+            load_config(str(tmp_path / "33.toml"))
+    else:
+        model = load_config(str(tmp_path / "33.toml")).model
+        assert tuple(getattr(model, name) for name in names) == windows
+
+
+def test_kinds_of_layers_that_are_not_so_many_are_an_error(tmp_path: Path) -> None:
+    write_folder(tmp_path / "model", "qwen3", **SLIDES, layer_types=["full_attention"] * 3)
+    with pytest.raises(UserError, match="layer_types must be a list of 2 kinds, got"):
+        HfFolder(str(tmp_path / "model")).root(0)
 
 
 def test_parts_of_fused_rows_are_read_where_they_are(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import torch
 from ckptkit.cli import main
 from datakit import write_store
 from trainer.cli import main as trainer
+from trainer.job.ranks import Ranks
+from trainer.run.inference import TrainedModel, open_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
@@ -19,6 +21,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+SLIDING = ["sliding_attention"] * 2
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", SHAPE | {"head_dim": 8}),
     "gemma2": ("gemma2", SHAPE | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 12}),
@@ -26,11 +29,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", SHAPE | {"sliding_window": 16}),
     "olmo2": ("olmo2", SHAPE),
     "mistral": ("mistral", SHAPE | {"sliding_window": 16}),
+    "mistral-all": ("mistral", SHAPE | {"sliding_window": 5}),
+    "ministral": ("ministral", SHAPE | {"sliding_window": 4, "layer_types": [*SLIDING, "full_attention"]}),
+    "qwen3-second": ("qwen3", SHAPE | {"use_sliding_window": True, "sliding_window": 1, "head_dim": 8,
+                                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen2-slides": ("qwen2", SHAPE | {"use_sliding_window": True, "sliding_window": 15, "max_window_layers": 0}),
     "qwen2-window": ("qwen2", SHAPE | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "llama-yarn": ("llama", SHAPE | {"rope_parameters": YARN}),
     "llama-attention-bias": ("llama", SHAPE | {"attention_bias": True}),
-}
-TRAINED = ("phi3", "mistral", "qwen2-window")
+}  # fmt: skip
+TRAINED = ("phi3", "mistral", "mistral-all", "ministral", "qwen3-second", "qwen2-slides", "qwen2-window")
 TOKENS = torch.randint(3, 31, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -66,7 +74,7 @@ def test_logits_are_equal_after_import_and_export(tmp_path: Path, kind: str, wor
 def test_the_trainers_loss_is_that_of_transformers(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In rows that are no longer than the window."""
+    """In rows of 16: those of a window that other layers than every N-th go without are no longer than it."""
     make(tmp_path / "model", *KINDS[kind])
     rows = np.random.default_rng(0).integers(3, 31, (8, 17))
     write_store(tmp_path / "store", [row.tolist() for row in rows[:, :-1]], vocab_size=31, eod_id=2)
@@ -84,3 +92,33 @@ def test_the_trainers_loss_is_that_of_transformers(
         logits = opened(tmp_path / "model")(batch[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     assert report["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mistral-all", "ministral", "qwen3-second", "qwen2-slides"])
+def test_a_window_passes_both_ways_with_the_logits_of_transformers(tmp_path: Path, kind: str) -> None:
+    """Also where config.json is made of what the run recorded."""
+    make(tmp_path / "model", *KINDS[kind])
+    with torch.no_grad():
+        expected = opened(tmp_path / "model")(TOKENS).logits
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    size = config["sliding_window"]
+    for near in (size - 1, size + 1):  # what is off by one is seen
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"sliding_window": max(near, 2)}))
+        with torch.no_grad():
+            assert (opened(tmp_path / "model")(TOKENS).logits - expected).abs().max() > 1e-3
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(f"hf:{tmp_path}/model", None, {}, world_size=1)
+    with Ranks("cpu", timeout_s=60) as ranks:
+        logits = TrainedModel(checkpoint, ranks).engine.logits(TOKENS)
+    torch.testing.assert_close(logits, expected[:, -1], rtol=1e-4, atol=1e-4)
+    store = [list(range(3, 31)) * 3]
+    write_store(tmp_path / "store", store, vocab_size=31, eod_id=2)
+    job = f"[data]\nstores = ['{tmp_path}/store']\n[train]\ntrain_steps = 1\nseq_length = 24\n"
+    job += "micro_batch_size = 1\nglobal_batch_size = 1\ndevice = 'cpu'\n[optim]\nlr = 1e-30\nmin_lr = 0\n"
+    (tmp_path / "job.toml").write_text(job)
+    words = ["--load", f"hf:{tmp_path}/model", "--save", str(tmp_path / "run")]
+    assert trainer(["train", str(tmp_path / "job.toml"), *words]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "made"), "--to", "hf"]) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(opened(tmp_path / "made")(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
