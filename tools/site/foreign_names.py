@@ -30,6 +30,8 @@ FUNCTIONS = {
     "lr_decay_ratio": "`optim.schedule` wsd and `optim.wsd_decay_steps`, of `optim.decay_steps`",
     "lr_decay_type": "`optim.schedule`, and `optim.wsd_decay` with a ratio",
     "min_lr_factor": "`optim.min_lr`, as a part of `optim.lr`",
+    "window_size": "`model.window`, one more than the tokens before a query",
+    "window_pattern": "`model.window_every`",
     "layers_per_virtual_stage": "`parallel.virtual_stages`, by layers and `parallel.pp`",
     "recompute_modules": "`train.recompute_modules`: layernorm is norms, core_attn never kept",
     "selective": "`train.recompute` = selective with modules that are kept here",

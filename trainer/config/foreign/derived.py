@@ -4,6 +4,7 @@ Command lines keep such a flag under its MARK and the name of a function here. E
 far and the flag's text, and returns the options that it sets; ValueError says what is wrong with the text.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,7 @@ from threefold.options import Fault, FlagText, merge, walk
 from trainer.config import Config
 
 MARK = "~"
+PATTERN = re.compile(r"\(?\[(?P<kinds>[01](?:,[01])*)\](?:\*(?P<times>\d{1,4}))?\)?")  # of layers, 1 with a window
 
 IN_STEPS = {  # what flags count, and the options that have it in steps
     "train_samples": ("samples", "train.train_steps"),
@@ -64,6 +66,30 @@ def whole(text: FlagText, what: str) -> int:
         if (number := int(text.text)) >= 0:
             return number
     raise ValueError(f"must be a number of {what}, got {text.text!r}")
+
+
+def window_size(_config: Config, text: FlagText) -> dict[str, str]:
+    """Return how many tokens a query sees that sees so many before it and none behind: one more, its own; -1 is all."""
+    numbers = text.text.strip("() ").split(",")
+    with suppress(ValueError):
+        left, right = map(int, numbers)
+        if left >= -1 and right in (-1, 0):
+            return {"model.window": str(left + 1)}
+    raise ValueError(f"must be as 1023,0: so many tokens before a query and none behind, got {text.text!r}")
+
+
+def window_pattern(config: Config, text: FlagText) -> dict[str, str]:
+    """Return which layers see all: every N-th, or those that are 0 in a list as [1,1,0]*4, if they are every N-th."""
+    if text.text.strip().isdecimal():
+        return {"model.window_every": text.text.strip()}
+    match = PATTERN.fullmatch(text.text.replace(" ", ""))
+    kinds = match["kinds"].split(",") * int(match["times"] or 1) if match else []
+    every = kinds.index("0") + 1 if "0" in kinds else 0
+    expected = ["0" if every and number % every == 0 else "1" for number in range(1, len(kinds) + 1)]
+    if len(kinds) != config.model.num_layers or kinds != expected or every == 1:
+        wanted = f"must be N, of which every N-th layer sees all, or a list of {config.model.num_layers} as [1,1,0]*4"
+        raise ValueError(f"{wanted}, with every N-th layer 0, got {text.text!r}")
+    return {"model.window_every": str(every)}
 
 
 def in_steps(unit: str, option: str, config: Config, text: FlagText) -> dict[str, str]:
@@ -196,6 +222,8 @@ FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     "lr_decay_ratio": fall_of_ratio,
     "lr_decay_type": fall_of_type,
     "min_lr_factor": least_rate,
+    "window_size": window_size,
+    "window_pattern": window_pattern,
     "layers_per_virtual_stage": virtual_stages,
     "llama3_scaling": llama3_scaling,
     "recompute_modules": recompute_modules,

@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
-SLIDING = ["sliding_attention"] * 2
+THIRD = ["sliding_attention", "sliding_attention", "full_attention"]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", SHAPE | {"head_dim": 8}),
     "gemma2": ("gemma2", SHAPE | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 12}),
@@ -30,14 +30,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", SHAPE),
     "mistral": ("mistral", SHAPE | {"sliding_window": 16}),
     "mistral-all": ("mistral", SHAPE | {"sliding_window": 5}),
-    "ministral": ("ministral", SHAPE | {"sliding_window": 4, "layer_types": [*SLIDING, "full_attention"]}),
-    "qwen3-second": ("qwen3", SHAPE | {"use_sliding_window": True, "sliding_window": 1, "head_dim": 8,
-                                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "ministral": ("ministral", SHAPE | {"head_dim": 4, "sliding_window": 4, "layer_types": THIRD}),
+    "qwen3-second": (
+        "qwen3",
+        SHAPE
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 1,
+            "head_dim": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen2-slides": ("qwen2", SHAPE | {"use_sliding_window": True, "sliding_window": 15, "max_window_layers": 0}),
     "qwen2-window": ("qwen2", SHAPE | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "llama-yarn": ("llama", SHAPE | {"rope_parameters": YARN}),
     "llama-attention-bias": ("llama", SHAPE | {"attention_bias": True}),
-}  # fmt: skip
+}
 TRAINED = ("phi3", "mistral", "mistral-all", "ministral", "qwen3-second", "qwen2-slides", "qwen2-window")
 TOKENS = torch.randint(3, 31, (2, 24), generator=torch.Generator().manual_seed(1))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -264,3 +265,34 @@ def test_keys_of_torchtitan_in_a_file_are_answered_with_ours() -> None:
         "  float8.emulate: fp8 does not exist here: --bf16",
     ]
     assert parsed("run.toml", "--training.batch_size", "4", "--training.seq-len=64")[1].train.micro_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--window-size", "127,0"], (128, 0)),
+        (["--window-size", "(127, -1)"], (128, 0)),
+        (["--window-size=-1,0"], (0, 0)),
+        (["--window-size", "127,0", "--window-attn-skip-freq", "3"], (128, 3)),
+        (["--window-size", "0,0", "--window-attn-skip-freq", "([1,1,0]*2)"], (1, 3)),
+        (["--window-size", "127,0", "--window-attn-skip-freq", "[1,1,1,1,1,1]"], (128, 0)),
+    ],
+)
+def test_a_window_of_megatron_is_one_token_longer_here(words: list[str], expected: tuple[int, int]) -> None:
+    """There it counts the tokens before a query, and here the query too."""
+    model = parsed("run.toml", "--num-layers", "6", *words)[1].model
+    assert (model.window, model.window_every) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--window-size", "128"], "must be as 1023,0: so many tokens before a query and none behind, got '128'"),
+        (["--window-size", "127,5"], "none behind, got '127,5'"),
+        (["--window-size", "9,0", "--window-attn-skip-freq", "[0,1,1]*2"], "every N-th layer 0, got '[0,1,1]*2'"),
+        (["--window-size", "9,0", "--window-attn-skip-freq", "[1,0]*9"], "a list of 6 as [1,1,0]*4"),
+    ],
+)
+def test_a_window_that_is_not_to_be_had_is_answered(words: list[str], part: str) -> None:
+    with pytest.raises(UserError, match=re.escape(part)):
+        parsed("run.toml", "--num-layers", "6", *words)
