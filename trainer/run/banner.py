@@ -29,6 +29,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         num_stages = parallel.pp * parallel.virtual_stages
         ranges = stage_ranges(config, parameter_table(config), num_stages)
         pp += f" ({' + '.join(str(len(layers)) for layers in ranges)} layers)"
+    cuts_nothing = " (cuts nothing: dp is 1)" if parallel.zero_stage > 1 and parallel.dp == 1 else ""
     tokens_cut = ", sequence parallel" if cuts_tokens(config) else ""
     if tokens_cut and parallel.tp_overlap_parts > 1:
         tokens_cut += f" overlapped in {parallel.tp_overlap_parts} parts"
@@ -43,7 +44,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         (
             "layout",
             f"tp {parallel.tp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
-            f"ZeRO stage {parallel.zero_stage}{tokens_cut}",
+            f"ZeRO stage {parallel.zero_stage}{cuts_nothing}{tokens_cut}",
         ),
         (
             "step",

@@ -149,6 +149,12 @@ def test_zero_stages_keep_and_lease_what_is_printed(zero_stage: int, layout: str
         assert ("leases" in str(memory)) == (zero_stage > 1)
 
 
+@pytest.mark.parametrize(("dp", "says"), [(1, "ZeRO stage 3 (cuts nothing: dp is 1)"), (2, "ZeRO stage 3\n")])
+def test_a_stage_that_cuts_nothing_says_so(job_config: Path, capsys: Capture, dp: int, says: str) -> None:
+    assert call("train", job_config, "--dry-run", "--zero-stage", 3, "--dp", dp) == 0
+    assert says in capsys.readouterr().err
+
+
 def test_stages_differ_and_zero_cuts_the_optimizer() -> None:
     model = {"vocab_size": 100, "num_layers": 4, "hidden_size": 32}
     layout = {"pp": 2, "dp": 4}
