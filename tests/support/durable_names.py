@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,11 @@ class DurableNames:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             folder = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
             if folder.is_relative_to(self.folder):
-                self._note({str(entry): entry.lstat().st_ino for entry in folder.iterdir()})
+                inodes = dict[str, int]()
+                for entry in folder.iterdir():
+                    with suppress(FileNotFoundError):  # another thread has renamed it
+                        inodes[str(entry)] = entry.lstat().st_ino
+                self._note(inodes)
 
     def _forgetting(self, remove: Callable[..., None]) -> Callable[..., None]:
         """Return what removes a name, whose inode the next file may have."""
