@@ -51,28 +51,33 @@ def _with_window(model: ModelTable, config: Config) -> ModelTable:
     others = {str(kind) for kind in config.get("layer_types") or ()} - {SLIDING, FULL}
     if others:
         model = _beyond(model, f"layers of {shown(min(others))}")
-    slides = layers_that_slide(config, model.num_layers)
-    if window is None or not any(slides):
+    if window is None:
         return model
-    size, first = _number(config, "sliding_window"), [*slides, False].index(False) + 1  # the first full layer
-    if slides != [number % first != 0 for number in range(1, len(slides) + 1)]:
+    size, every = _number(config, "sliding_window"), full_every(config, model.num_layers)
+    if every is None:
         return replace(model, attention_window=size)
-    return replace(model, window=size, window_every=0 if all(slides) else first)
+    return model if every == 1 else replace(model, window=size, window_every=every)
 
 
-def layers_that_slide(config: Config, num_layers: int) -> list[bool]:
-    """Return which layers have the window: as listed, all but every N-th, or all from a number on."""
-    kinds, numbers = config.get("layer_types"), range(1, num_layers + 1)
+def full_every(config: Config, num_layers: int) -> int | None:
+    """Return N where all layers slide but N, 2 N, ..., 0 where all do, 1 where none does, and None for other patterns.
+
+    Nothing is made that grows with a number of layers that the folder may not hold.
+    """
+    kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
             raise UserError(f"layer_types must be a list of {num_layers} kinds, got {shown(kinds)}")
-        return [kind == SLIDING for kind in kinds]
-    every = config.get("sliding_window_pattern")
-    if every is not None:
+        every = next((number for number, kind in enumerate(kinds, 1) if kind != SLIDING), 0)
+        is_full = [every > 0 and number % every == 0 for number in range(1, len(kinds) + 1)]
+        return every if is_full == [kind != SLIDING for kind in kinds] else None
+    if config.get("sliding_window_pattern") is not None:
         every = _number(config, "sliding_window_pattern")
-        return [number % every != 0 for number in numbers]
+        return every if every <= num_layers else 0
     first_full = config.get("max_window_layers") or 0
-    return [number > first_full for number in numbers]
+    if 0 < first_full < num_layers:
+        return None
+    return 1 if first_full else 0
 
 
 def _with_rope(model: ModelTable, config: Config) -> ModelTable:

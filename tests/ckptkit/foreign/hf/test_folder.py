@@ -111,6 +111,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
     ("llama", {"num_hidden_layers": 3}, r"does not hold the model(.|\n)*layers.2.input_layernorm.weight: missing"),
     ("llama", {"num_hidden_layers": 10**12}, r"1,000,000,000,000 layers, and \d+ tensors"),
+    ("mistral", {"num_hidden_layers": 10**12}, r"1,000,000,000,000 layers, and \d+ tensors"),
     ("llama", {"intermediate_size": 64}, r"mlp.gate_proj.weight: \[48, 32\], wanted \[64, 32\]"),
     ("llama", {"num_hidden_layers": 1}, "layers.1.input_layernorm.weight: not a tensor of this model"),
 ]
