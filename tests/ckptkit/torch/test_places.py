@@ -40,6 +40,8 @@ def test_each_rank_gets_what_ranks_of_other_nodes_wrote(tmp_path: Path) -> None:
     assert job.load(2)[3].step == 2
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_a_lost_disk_is_read_from_the_replica_and_else_from_a_slower_tier(tmp_path: Path, capfd: Console) -> None:
     job = Job(tmp_path, slower=4)
     job.save(4, 6)

@@ -39,6 +39,8 @@ def assert_equal_bits(runs: list[dict[str, Any]], others: list[dict[str, Any]]) 
             require_equal(np.array_equal(piece.data, same.data), f"rank {rank}: {piece.name}")
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @settings(examples, max_examples=5)
 @given(config=configs(st.sampled_from(PIPELINES)))
 def test_schedules_end_with_equal_bits_on_threads(config: Config) -> None:

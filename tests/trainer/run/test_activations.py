@@ -56,7 +56,7 @@ class Born(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("num_layers", [0, 2])
+@pytest.mark.parametrize("num_layers", [0, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.ci])])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_what_is_kept_is_what_a_graph_holds(choice: str, num_layers: int, model: str) -> None:
     """Within 3 %; the rest is masks, labels and losses."""
@@ -84,6 +84,8 @@ def share_held(rank: int, config: Config, *, network: Network) -> float:
     return born.live_bytes / activation_bytes(config, 0)
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts_tokens", ["on", "off"])
 @pytest.mark.parametrize("choice", ["none", "selective of mlp", "full that keeps attention"])
 def test_a_rank_of_two_keeps_its_share(choice: str, cuts_tokens: str) -> None:

@@ -88,8 +88,13 @@ def addresses(rank: int, config: Config, *, network: Network) -> list[list[tuple
     ("model", "layout", "options"),
     [
         ("llama", "dp2", {"reshard_after_forward": "on"}),
-        ("gpt2", "dp2-pp2", {"reshard_after_forward": "on", "schedule": "zb-h1"}),
-        ("llama", "tp2-dp2", {"reshard_after_forward": "off"}),
+        *(
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.ci])
+            for case in (
+                ("gpt2", "dp2-pp2", {"reshard_after_forward": "on", "schedule": "zb-h1"}),
+                ("llama", "tp2-dp2", {"reshard_after_forward": "off"}),
+            )
+        ),
     ],
 )
 def test_a_unit_has_the_same_memory_in_every_step(model: str, layout: str, options: dict[str, Any]) -> None:

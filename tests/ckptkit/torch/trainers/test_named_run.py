@@ -93,6 +93,8 @@ def test_a_step_that_is_gone_is_no_error(tmp_path: Path) -> None:
     run.close()
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_a_step_without_a_name_stays_until_slower_tiers_have_it(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
