@@ -39,16 +39,27 @@ def gathering_a_neighbour(real: Any, self: Residence) -> None:
             own.parameters, others.parameters = others.parameters, own.parameters
 
 
-def released_at_once(real: Any, self: Border) -> None:
-    real(self)
-    if self.after is not None:
-        self.after.release()
+def released_at_once(patch: Patch) -> None:
+    """What has been returned is somebody else's."""
+
+    def forward(real: Any, self: Border) -> None:
+        real(self)
+        if self.after is not None:
+            self.after.release()
+
+    def give_back(real: Any, self: Leases, lease: Lease) -> None:
+        lease.settle()
+        lease.memory.fill_(torch.nan)
+        real(self, lease)
+
+    wrapping(Border, "forward", forward)(patch)
+    wrapping(Leases, "give_back", give_back)(patch)
 
 
 LEASE_FAULTS = [
     Fault("gathered parameters are of the step before", DP, wrapping(Leases, "forget", lambda real, self: None), 3),
     Fault("the wrong block is gathered ahead", DP, wrapping(Residence, "prefetch", gathering_a_neighbour), 3),
-    Fault("parameters are released before they are read", DP, wrapping(Border, "forward", released_at_once), 3,
+    Fault("parameters are released before they are read", DP, released_at_once, 3,
           trips="was read outside of the passes"),
     Fault("parameters that are cut are not gathered", DP, skipping("all_gather", "dp"), 3),
     Fault("the sum of a pass begins with the first gradient", DP, never_late, 2),
