@@ -4,6 +4,10 @@ While a pass reads the weights, or adds to their gradients, whole buckets are th
 begins the gather of the next one's, so that it is beside the arithmetic. Source: ZeRO (Rajbhandari et al., 2020).
 """
 
+from collections.abc import Iterator
+
+from torch import Tensor
+
 from trainer.linear.weight import Access
 from trainer.store.bucket import Bucket
 from trainer.store.leases import Lease, Leases
@@ -62,11 +66,8 @@ class Residence:
 
     def _gather(self) -> Lease:
         lease, is_there = self._parameters.take(size_of(self._gathered), self)
-        start = 0
-        for bucket in self._gathered if not is_there else ():
-            size = bucket.plan.size(bucket.group.size)
-            lease.pending.append(bucket.start_gather_into(lease.memory[start : start + size]).wait)
-            start += size
+        for bucket, whole in parts_of(lease, self._gathered) if not is_there else ():
+            lease.pending.append(bucket.start_gather_into(whole).wait)
         return lease
 
     def begin_adding(self, adder: object) -> None:
@@ -76,11 +77,8 @@ class Residence:
                 self._summing.settle()
             self._added, _ = self._gradients.take(size_of(self._summed), self)
             self._added.settle()
-            start = 0
-            for bucket in self._summed:
-                size = bucket.plan.size(bucket.group.size)
-                bucket.begin_pass(self._added.memory[start : start + size])
-                start += size
+            for bucket, whole in parts_of(self._added, self._summed):
+                bucket.begin_pass(whole)
         self._adders.add(adder)
         self.access.adds = True
 
@@ -100,4 +98,14 @@ class Residence:
 
 def size_of(buckets: list[Bucket]) -> int:
     """Return the elements of whole buckets."""
-    return sum(bucket.plan.size(bucket.group.size) for bucket in buckets)
+    return sum(sizes_of(buckets))
+
+
+def sizes_of(buckets: list[Bucket]) -> list[int]:
+    """Return the elements of each."""
+    return [bucket.plan.size(bucket.group.size) for bucket in buckets]
+
+
+def parts_of(lease: Lease, buckets: list[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
+    """Return buckets, each with its part of a lease of their size."""
+    return zip(buckets, lease.memory.split(sizes_of(buckets)), strict=True)
