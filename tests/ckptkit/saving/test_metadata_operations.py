@@ -51,7 +51,7 @@ def operations(run: Path, num_ranks: int, rank: int) -> tuple[Counter[str], int]
         line
         for line in log.read_text().splitlines()
         if re.search(rf"{run}[/\">]", line)
-        and "AT_EMPTY_PATH" not in line  # fstat asks an open file, not a name
+        and ', "", ' not in line  # fstat asks an open file, not a name (its flags are absent from an interrupted line)
         and "O_PATH" not in line  # a step on the way to a name, as each of a path's
         and " resumed>" not in line  # the second half of a call that another thread's interrupted
     ]
