@@ -1,6 +1,7 @@
-"""The presets: shapes and rotary frequencies of published models, and a dry run of each on this machine."""
+"""The presets: shapes and rotary frequencies of published models, and a dry run of each of their layouts here."""
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,18 @@ from trainer.config.walk import load_config
 from trainer.model.table import parameter_table
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# config.json of the repositories meta-llama/Meta-Llama-3-8B and Qwen/Qwen3-8B on the Hugging Face hub, what shapes the
-# model in them; parameters as their model cards and the index of the weights (2 bytes each) say.
+# config.json of the repositories meta-llama/Meta-Llama-3-8B and -70B and Qwen/Qwen3-8B on the Hugging Face hub, what
+# shapes the model in them; parameters as their model cards and the index of the weights (2 bytes each) say.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+        "attention_bias": False, "pretraining_tp": 1, "max_position_embeddings": 8192,
+    },
+    "llama-3-70b": {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 28672,
+        "num_attention_heads": 64, "num_hidden_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
         "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
         "attention_bias": False, "pretraining_tp": 1, "max_position_embeddings": 8192,
     },
@@ -31,7 +38,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "attention_bias": False, "use_sliding_window": False, "sliding_window": None, "max_position_embeddings": 40960,
     },
 }  # fmt: skip
-PARAMETERS = {"llama-3-8b": 8_030_261_248, "qwen3-8b": 8_190_735_360}
+PARAMETERS = {"llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "qwen3-8b": 8_190_735_360}
+GPUS = {"llama-3-8b": [4, 8, 64], "llama-3-70b": [64, 256], "qwen3-8b": [4, 8, 64]}
+MOST_GIB = 74.0  # of the 79 of a GPU
+
+
+def layouts(name: str) -> dict[int, list[str]]:
+    """The flags that a preset's head names, by the number of GPUs."""
+    text = (EXAMPLES / f"{name}.toml").read_text()
+    return {int(number): flags.split() for number, flags in re.findall(r"^# +(\d+) GPUs: (.+)$", text, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -47,18 +62,16 @@ def test_a_preset_has_the_published_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_dry_run_counts_a_presets_memory(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_each_layout_fits(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_store(tmp_path / "store", [[1, 2, 0]] * 4000, vocab_size=PUBLISHED[name]["vocab_size"], eod_id=0)
-    words = [
-        "train",
-        str(EXAMPLES / f"{name}.toml"),
-        "--data.stores",
-        str(tmp_path / "store"),
-        "--tp",
-        "8",
-        "--dry-run",
-    ]
-    assert main(words) == 0
-    shown = capsys.readouterr().err
-    assert f"{PARAMETERS[name]:,}" in shown
-    assert "nothing was started or written" in shown
+    command = ["train", str(EXAMPLES / f"{name}.toml"), "--data.stores", str(tmp_path / "store")]
+    assert list(layouts(name)) == GPUS[name]
+    for num_gpus, flags in layouts(name).items():
+        assert main([*command, *flags, "--dry-run"]) == 0
+        shown = capsys.readouterr().err
+        assert f"{PARAMETERS[name]:,}" in shown
+        assert f" = {num_gpus} ranks" in shown
+        peaks = [float(size) for size in re.findall(r"^memory .*?: ([\d.]+) GiB = ", shown, re.MULTILINE)]
+        assert peaks, shown
+        assert max(peaks) <= MOST_GIB
+        assert "nothing was started or written" in shown
