@@ -176,6 +176,13 @@ class Ranks:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
 
+    def mean(self, value: float) -> float:
+        """Return the mean of a value over the ranks; one small collective."""
+        tensor = torch.tensor(value, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor.item() / self.world_size
+
     def say(self, text: str) -> None:
         """Print one line on the console, once for all ranks."""
         if self.rank == 0:

@@ -5,13 +5,14 @@ last stage has the head, and so fewer layers.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ckptkit import ParallelLayout, Placement, rank_stages, stage_layers
 from trainer.config import Config
-from trainer.config.resolve import layers_by_hand, longest_row
+from trainer.config.resolve import layers_by_hand
+from trainer.model.flops import layers_and_head_flops
 from trainer.store.parameter import Parameter
 
 
@@ -22,23 +23,39 @@ def stage_ranges(config: Config, table: Mapping[str, Parameter], num_stages: int
         return [stage_layers(num_layers, num_stages, stage) for stage in range(num_stages)]
     sizes = layers_by_hand(how)
     if how == "cost":
-        layer, head = layer_and_head_flops(config, table)
-        sizes = sizes_by_cost(num_layers, num_stages, head / layer)
+        sizes = sizes_by_cost(*layers_and_head_flops(config, table), num_stages)
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(sizes)])]
 
 
-def sizes_by_cost(num_layers: int, num_stages: int, head: float) -> list[int]:
-    """Return the numbers of layers, if the last stage also has a head that takes as long as `head` layers.
+def sizes_by_cost(layers: Sequence[float], head: float, num_stages: int) -> list[int]:
+    """Return the numbers of layers on stages, if each layer takes so long, and the last stage also has the head.
 
-    16 layers and a head of 3 on 2 stages are 9 and 7. Of cuts with equal slowest stages the last stage gets the most.
+    16 equal layers and a head of 3 on 2 stages are 9 and 7. Of cuts with equal slowest stages the last stage gets the
+    most, then the one before it, and so on.
     """
+    ends = [0.0, *accumulate([*layers[:-1], layers[-1] + head])]
+    slowest, stop, sizes = slowest_stages(ends, num_stages), len(layers), []
+    for others in range(num_stages - 1, -1, -1):
+        bound = slowest[others + 1][stop] * (1 + 1e-12)  # sums round
+        start = next(start for start in range(others, stop) if ends[stop] - ends[start] <= bound)
+        sizes.append(stop - start)
+        stop = start
+    return sizes[::-1]
 
-    def slowest(last: int) -> float:
-        return max(last + head, -(-(num_layers - last) // (num_stages - 1)))
 
-    last = min(range(num_layers - num_stages + 1, 0, -1), key=slowest)
-    others = [len(stage_layers(num_layers - last, num_stages - 1, stage)) for stage in range(num_stages - 1)]
-    return [*others, last]
+def slowest_stages(ends: Sequence[float], num_stages: int) -> list[list[float]]:
+    """Return how long the slowest stage takes in the best cut, by the number of stages and of the first layers.
+
+    `ends` are the times of all layers before each, and of all.
+    """
+    slowest = [[0.0, *[math.inf] * (len(ends) - 1)]]
+    for _ in range(num_stages):
+        before = slowest[-1]
+        slowest.append([
+            min((max(before[start], ends[stop] - ends[start]) for start in range(stop)), default=math.inf)
+            for stop in range(len(ends))
+        ])  # fmt: skip
+    return slowest
 
 
 def with_layers(config: Config, table: Mapping[str, Parameter]) -> Config:
@@ -60,17 +77,6 @@ def is_on_rank(placement: Placement, ranges: list[range], layout: ParallelLayout
 
 def stage_flops(config: Config, table: Mapping[str, Parameter], num_stages: int) -> list[float]:
     """Return the operations a token of each stage: those of its layers, and of the head on the last one."""
-    layer, head = layer_and_head_flops(config, table)
-    flops = [layer * len(layers) for layers in stage_ranges(config, table, num_stages)]
+    layers, head = layers_and_head_flops(config, table)
+    flops = [sum(layers[number] for number in numbers) for numbers in stage_ranges(config, table, num_stages)]
     return [*flops[:-1], flops[-1] + head]
-
-
-def layer_and_head_flops(config: Config, table: Mapping[str, Parameter]) -> tuple[float, float]:
-    """Return the operations a token of one layer and of the head, forward and backward.
-
-    Attention counts in full, as in the longest rows.
-    """
-    model = config.model
-    numel = sum(math.prod(row.shape) for name, row in table.items() if name.startswith("layers.0."))
-    attention = 12.0 * model.num_heads * model.head_size * longest_row(config)
-    return 6.0 * numel + attention, 6.0 * math.prod(table["head.weight"].shape)

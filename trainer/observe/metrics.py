@@ -18,7 +18,7 @@ from threefold.cli import log
 from threefold.console import fitting
 from threefold.errors import StorageError
 from threefold.masking import masked_values
-from trainer.observe.flops import TokenFlops
+from trainer.model.flops import TokenFlops
 
 WAIT_SHOWN = 0.1  # waits of a smaller share of a step are in the metrics file alone
 

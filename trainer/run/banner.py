@@ -9,15 +9,15 @@ from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
 from trainer.config.resolve import cuts_tokens, layer_windows, longest_row, row_lengths
+from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
-from trainer.observe.flops import count_parameters
 
 
 def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:
     """Return the facts of a run, a name and a text each."""
     model, parallel, train = config.model, config.parallel, config.train
-    num_parameters = count_parameters(config).total
+    num_parameters = count_parameters(config, parameter_table(config)).total
     heads = f"{model.num_heads} heads"
     if model.num_kv_heads != model.num_heads:
         heads += f" ({model.num_kv_heads} of keys and values)"

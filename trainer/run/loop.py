@@ -18,17 +18,18 @@ from trainer.checkpoint.progress import Progress, Validation
 from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, row_lengths
+from trainer.config.resolve import cuts_tokens
 from trainer.data import StepReader, open_blend, open_loader, token_fault, with_vocabulary
 from trainer.engine import Engine
 from trainer.job.failure import code_of_rank
 from trainer.job.ranks import RankLost, Ranks
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
+from trainer.model.flops import BatchFlops
 from trainer.model.stages import with_layers
 from trainer.model.table import parameter_table
-from trainer.observe.flops import known_peak, token_flops
 from trainer.observe.metrics import Log, StepMetrics, throughput
+from trainer.observe.peaks import known_peak
 from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
 from trainer.run.first_step import FirstStep
@@ -104,7 +105,8 @@ class Run:
         blend = self._loader.blend
         self._record = blend.record.to_json()
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
-        self._intake = Intake(self._reader, self._loader, self._fault_of)
+        flops = BatchFlops(config, self.engine.table)
+        self._intake = Intake(self._reader, self._loader, self._fault_of, flops.of)
         path, steps, every, start = (
             config.log.metrics,
             config.train.train_steps,
@@ -123,11 +125,11 @@ class Run:
         self._evaluation: Evaluation | None = None
         if config.train.eval_interval:
             self._evaluation = ranks.on_all(lambda: Evaluation(config, self.engine, self.mesh, ranks.say))
-        self._flops = {length: token_flops(config, length) for length in row_lengths(config)}
         self._seq_length = blend.sources.seq_length_at(max(self._loader.cursor.num_samples - 1, 0))
         self._peak = known_peak(ranks.device, config.train.peak_tflops, ranks.say)
-        flops = self._flops[self._seq_length].standard * config.train.global_batch_size * self._seq_length
-        self._first_step = FirstStep(self.engine, flops=flops / ranks.world_size, say=ranks.say)
+        step_tokens = config.train.global_batch_size * self._seq_length
+        first_flops = flops.of_rows(self._seq_length).standard * step_tokens / ranks.world_size
+        self._first_step = FirstStep(self.engine, flops=first_flops, say=ranks.say)
         self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
         self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
@@ -267,7 +269,7 @@ class Run:
                     num_samples=train.global_batch_size,
                     step_s=step_s,
                     world_size=ranks.world_size,
-                    flops=self._flops[started.taken.length],
+                    flops=started.taken.flops if is_alone else started.taken.mean_flops(ranks),
                     peak=self._peak,
                 ),
             )

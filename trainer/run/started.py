@@ -2,7 +2,7 @@
 
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,8 @@ from datakit import HostBatch, Loader
 from threefold.errors import UserError
 from trainer.checkpoint.progress import Progress
 from trainer.data import StepReader
+from trainer.job.ranks import Ranks
+from trainer.model.flops import TokenFlops
 from trainer.model.microbatch import Batch
 from trainer.verdict import PendingStats
 
@@ -20,7 +22,10 @@ MOST_REPEATS = 8  # of one step
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A batch with the place of the stream behind it: what is wrong with it, tokens a row, epochs, seconds waited."""
+    """A batch with the place of the stream behind it: what is wrong with it, tokens a row, epochs, seconds waited.
+
+    `flops` are the operations a token of this rank's share.
+    """
 
     batch: Batch
     fault: Exception | None
@@ -28,6 +33,13 @@ class Taken:
     epochs: tuple[int, ...]
     cursor: Mapping[str, Any]
     wait_s: float
+    flops: TokenFlops
+
+    def mean_flops(self, ranks: Ranks) -> TokenFlops:
+        """Return the operations a token over all ranks, whose documents differ: they all ask, or none."""
+        if self.batch.documents is None:
+            return self.flops
+        return replace(self.flops, attention=ranks.mean(self.flops.attention))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +55,14 @@ class Started:
 class Intake:
     """The batches of a run in their order; those of void steps come once more. Owned by the training thread."""
 
-    def __init__(self, reader: StepReader, loader: Loader, fault_of: Callable[[HostBatch], UserError | None]) -> None:
-        self._reader, self._loader, self._fault_of = reader, loader, fault_of
+    def __init__(
+        self,
+        reader: StepReader,
+        loader: Loader,
+        fault_of: Callable[[HostBatch], UserError | None],
+        flops_of: Callable[[HostBatch], TokenFlops],
+    ) -> None:
+        self._reader, self._loader, self._fault_of, self._flops_of = reader, loader, fault_of, flops_of
         self._again: list[Taken] = []
         self._step = self._num_repeats = 0
 
@@ -55,7 +73,8 @@ class Intake:
         began_s = perf_counter()
         host, batch, fault = self._reader.next_batch(self._fault_of)
         cursor = self._loader.cursor.to_json()
-        return Taken(batch, fault, host.shape[-1], host.epochs, cursor, perf_counter() - began_s)
+        wait_s = perf_counter() - began_s
+        return Taken(batch, fault, host.shape[-1], host.epochs, cursor, wait_s, self._flops_of(host))
 
     def put_back(self, step: int, batches: Sequence[Taken]) -> UserError | None:
         """Let batches be taken once more, from that of a step on; return an error if it was void too often."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.support.training import curve, lines
+from tests.trainer.support.training import Job, curve, lines
 from tests.trainer.support.void_faults import compare_repeated, make_void, metadata, train
 from trainer.verdict import Outcome
 
@@ -63,3 +63,19 @@ def test_a_step_that_is_void_again_and_again_ends_the_run(
     assert train(job_config, tmp_path, "void") == 2
     assert "step 2 was void 8 times" in capsys.readouterr().err
     assert metadata(tmp_path / "void", 1)["updates"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_each_document_of_every_rank_counts_its_own_attention(job_config: Path, tmp_path: Path) -> None:
+    flags = [job_config, "--train-steps", 2, "--save-interval", 0, "--model.window", 8, "--model.window-every", 3]
+
+    def flops(run: str, num_ranks: int, *more: object) -> list[float]:
+        path = tmp_path / f"{run}.jsonl"
+        Job(num_ranks, *flags, *more, metrics=path).run()
+        return [line["tflops_per_gpu"] / line["tokens_per_s_per_gpu"] for line in lines(path)]
+
+    rows, masked = flops("rows", 1), flops("masked", 1, "--data.document-mask", "true")
+    assert rows[0] == rows[1] > max(masked), "every document ends before its row"
+    assert masked[0] != masked[1], "other documents"
+    assert flops("ranks", 2, "--data.document-mask", "true") == pytest.approx(masked, rel=1e-12)

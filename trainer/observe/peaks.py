@@ -1,18 +1,9 @@
-"""How much arithmetic a token costs, and how much a device could do: what MFU is made of.
+"""How much a device could do: the dense bf16 peaks that MFU is a share of."""
 
-A token costs 6N + 12LdS operations forward and backward: 6 for each parameter of a matrix product, and 12 *
-layers * hidden_size * seq_length for attention in full; a causal mask needs half of the latter.
-"""
-
-import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-
-from trainer.config import Config
-from trainer.model.table import parameter_table
 
 # dense bf16 peaks in TFLOP/s, sums in fp32, of devices by their names; the longest whose words all occur counts
 PEAK_TFLOPS = {
@@ -27,38 +18,6 @@ PEAK_TFLOPS = {
     "MI300A": 980.6, "MI300X": 1307.4, "MI325X": 1307.4, "MI350X": 2309.6, "MI355X": 2516.6,
 }  # fmt: skip
 SLOWER = {"LAPTOP", "MAX", "D", "MIG"}  # words of devices that are another, or a part of one
-
-
-@dataclass(frozen=True, slots=True)
-class TokenFlops:
-    """Operations a token, forward and backward, counted in three ways."""
-
-    standard: float  # N without the tables that are only looked up; attention in full
-    with_embeddings: float  # N of all parameters; attention in full
-    causal: float  # N as in standard; half of the attention
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterCount:
-    """All parameters, and those that are only looked up (token table unless tied, position table)."""
-
-    total: int
-    looked_up: int
-
-
-def count_parameters(config: Config) -> ParameterCount:
-    """Count the parameters of a resolved configuration's model, tied tables once."""
-    sizes = {name: math.prod(row.shape) for name, row in parameter_table(config).items() if not row.placement.tied_to}
-    looked_up = ["pos.weight"] if config.model.tie_embeddings else ["pos.weight", "embed.weight"]
-    return ParameterCount(sum(sizes.values()), sum(sizes.get(name, 0) for name in looked_up))
-
-
-def token_flops(config: Config, seq_length: int) -> TokenFlops:
-    """Return the operations a token of a resolved configuration's model, in rows of so many tokens."""
-    count, model = count_parameters(config), config.model
-    attention = 12.0 * model.num_layers * model.num_heads * model.head_size * seq_length
-    standard = 6.0 * (count.total - count.looked_up) + attention
-    return TokenFlops(standard, 6.0 * count.total + attention, standard - attention / 2)
 
 
 def peak_flops(device_name: str) -> float | None:
