@@ -46,7 +46,7 @@ def run(options: Options) -> int:
     num_ranks = None if options.dry_run and "WORLD_SIZE" not in os.environ else world_size()
     config = before_ranks(lambda: load_config(named(options.config), options.flags, world_size=num_ranks))
     if options.dry_run:
-        from trainer.run.dry_run import print_plan
+        from trainer.run.preview import print_plan
 
         return before_ranks(lambda: print_plan(config)) if is_first_rank() else 0
     from trainer.run.loop import train

@@ -15,7 +15,7 @@ from tests.trainer.test_equalities import assert_equal
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
-from trainer.run.dry_run import rank_memory
+from trainer.run.memory import rank_memory
 
 
 def config(model: str, layout: str, **parallel: Any) -> Config:

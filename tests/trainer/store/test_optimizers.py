@@ -19,7 +19,7 @@ from trainer.config import Config, OptimConfig
 from trainer.config.optim import GroupConfig
 from trainer.mesh.group import Network
 from trainer.model import table
-from trainer.run import dry_run
+from trainer.run import memory
 from trainer.store.optimizers import OPTIMIZERS, Optimizer
 
 
@@ -62,7 +62,7 @@ def _matrices_by_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
         parts.update(*numbers, **decisions)
 
     monkeypatch.setitem(OPTIMIZERS, "momentum", Optimizer(("momentum",), Part, Momentum, update))
-    for module in (engine, dry_run):
+    for module in (engine, memory):
         monkeypatch.setattr(module, "parameter_table", changed)
 
 
@@ -103,7 +103,7 @@ def test_rows_of_two_optimizers_train_and_are_saved_under_every_layout(layout: s
 def test_the_dry_run_counts_the_states_of_each_row() -> None:
     config = small(config_for("llama", ParallelLayout()))
     made = make_engine(0, config)
-    assert dry_run.rank_memory(config, 0).optimizer == pytest.approx(state_bytes(made.store), rel=0.02)
+    assert memory.rank_memory(config, 0).optimizer == pytest.approx(state_bytes(made.store), rel=0.02)
     sizes = [values.numel() * (1 if is_by_momentum(name) else 2) for name, values in made.store.values()]
     assert state_bytes(made.store) == pytest.approx(8 * sum(sizes), rel=0.02)
 

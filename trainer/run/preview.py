@@ -1,0 +1,54 @@
+"""What `trainer train --dry-run` prints: facts of a run, and the memory of its ranks; nothing is started or written."""
+
+import torch
+
+from ckptkit import rank_stages
+from datakit import unread_lines
+from threefold.console import print_facts
+from threefold.errors import EXIT_OK
+from trainer.config import Config
+from trainer.config.resolve import layout_of, tiers_of
+from trainer.data import open_blend, open_valid_blend, with_vocabulary
+from trainer.model.stages import stage_flops, stage_ranges
+from trainer.model.table import parameter_table
+from trainer.pipeline.schedules import SCHEDULES, with_transfers
+from trainer.pipeline.simulate import costs, simulate
+from trainer.run.activations import kept_by_choice
+from trainer.run.banner import banner
+from trainer.run.memory import rank_memory, size_text
+
+
+def print_plan(config: Config) -> int:
+    """Open the stores, print the facts of a run and the memory of a rank of each pipeline stage; return 0."""
+    config = with_vocabulary(config)
+    blend = open_blend(config)
+    if config.train.eval_interval:
+        open_valid_blend(config)
+    cuda = config.train.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    facts = banner(config, device, blend, tiers_of(config))
+    facts += [("not read", line) for line in unread_lines(blend)]
+    for pp in range(config.parallel.pp):
+        stages = " and ".join(map(str, rank_stages(layout_of(config), pp)))
+        which = f"a rank of stage {stages}: " if config.parallel.pp > 1 else "a rank: "
+        facts.append(("memory", which + str(rank_memory(config, pp))))
+    kept = ", ".join(f"{choice} {size_text(size)}" for choice, size in kept_by_choice(config).items())
+    facts.append(("kept", f"activations of a rank, at most, by train.recompute: {kept}"))
+    if config.parallel.pp > 1:
+        facts.append(("bubble", bubble(config)))
+    print_facts([*facts, ("dry run", "nothing was started or written")])
+    return EXIT_OK
+
+
+def bubble(config: Config) -> str:
+    """Return the share of a step in which ranks wait under the run's schedule, by the arithmetic of its stages."""
+    parallel, num_microbatches = config.parallel, config.train.gradient_accumulation_steps
+    schedule = SCHEDULES[parallel.schedule](parallel.pp, num_microbatches, parallel.virtual_stages)
+    table, num_stages = parameter_table(config), layout_of(config).num_stages
+    cost = costs(schedule, work=stage_flops(config, table, num_stages))
+    shares = [simulate(with_transfers(schedule), each).bubble_share for each in (cost, None)]
+    sizes = " + ".join(str(len(layers)) for layers in stage_ranges(config, table, num_stages))
+    return (
+        f"{shares[0]:.1%} of a step by the arithmetic of {sizes} layers and the head, {shares[1]:.1%} if all stages "
+        "took as long: trainer schedule CONFIG.toml draws it"
+    )
