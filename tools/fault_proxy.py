@@ -33,12 +33,14 @@ KINDS = {
     "stall": "stop answering after AFTER_BYTES of the answer's body and keep the connection open",
     "flip": "flip one bit of the answer's body, AFTER_BYTES into it",
     "delay": "hold the answer back for DELAY_S seconds",
+    "hold": "hold the answer back until the fault is exchanged",
     "latency": "pass on all that the server sends DELAY_S seconds later, whatever the request",
 }
 STATUS = {"409": "Conflict", "412": "Precondition Failed", "503": "Slow Down"}
 CODE = {"409": "ConditionalRequestConflict", "412": "PreconditionFailed", "503": "SlowDown"}
 CHUNK_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
+HELD_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class FaultProxy:
                 answer_head = await from_server.readuntil(b"\r\n\r\n")
                 if fault.kind == "delay":
                     await asyncio.sleep(fault.delay_s)
+                while fault.kind == "hold" and fault is self.fault:
+                    await asyncio.sleep(HELD_POLL_S)
                 await _send_back(answer_head, from_server, writer, fault)
             finally:
                 forward.cancel()

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -144,6 +145,17 @@ def test_delay(proxy: FaultProxy) -> None:
     started = time.monotonic()
     assert ask(proxy.port) == (200, BODY)
     assert time.monotonic() - started >= 0.3
+
+
+def test_an_answer_is_held_until_the_fault_is_exchanged(proxy: FaultProxy) -> None:
+    proxy.fault = Fault("hold")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, proxy.port)
+        while not proxy.num_faults:
+            time.sleep(0.01)
+        assert not answer.done()
+        proxy.fault = Fault()
+        assert answer.result() == (200, BODY)
 
 
 def test_the_requests_to_break_are_counted(proxy: FaultProxy) -> None:

@@ -114,7 +114,7 @@ def test_ranks_in_processes_copy_the_same_step(tmp_path: Path, slow: str) -> Non
 @pytest.mark.slow
 def test_a_slow_tier_delays_no_save_and_the_newest_step_wins(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     fast = tmp_path / "fast"
-    s3_proxy.fault = Fault("delay", method="PUT", delay_s=1.5)  # each of data, index and root
+    s3_proxy.fault = Fault("hold", method="PUT")
     with saver(fast, Tier(s3_url), keep_last=1) as checkpointer:
         for step in (1, 2, 3, 4):
             save_one(checkpointer, step, SMALL, scale=step)
@@ -124,6 +124,7 @@ def test_a_slow_tier_delays_no_save_and_the_newest_step_wins(tmp_path: Path, s3_
                 wait_until(lambda: s3_proxy.num_faults > 0)
         assert committed_steps(open_storage(fast)) == [1, 3, 4], "steps that are copied or wait are kept"
         assert committed_steps(open_storage(s3_url)) == []
+        s3_proxy.fault = Fault()
         reports = [*reports, *checkpointer.close()]
     passed_over = copies(reports, s3_url)
     assert passed_over[3] == "passed over for step 4: the copies are slower"
