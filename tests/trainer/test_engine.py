@@ -23,20 +23,25 @@ from trainer.model.microbatch import Batch
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 61, 12, 8, 2, 6
 LAYOUTS_OF_FOUR = [
-    (ParallelLayout(tp=2, pp=2), 1),
-    (ParallelLayout(tp=2, dp=2), 0),
-    (ParallelLayout(dp=2, pp=2), 1),
-    (ParallelLayout(dp=4), 1),
-    (ParallelLayout(dp=4), 3),
-    (ParallelLayout(dp=2, pp=2), 3),
-]
+    (ParallelLayout(tp=2, pp=2), 1, 0),
+    (ParallelLayout(tp=2, dp=2), 0, 0),
+    (ParallelLayout(dp=2, pp=2), 1, 0),
+    (ParallelLayout(dp=4), 1, 0),
+    (ParallelLayout(dp=4), 3, 0),
+    (ParallelLayout(dp=2, pp=2), 3, 0),
+    (ParallelLayout(dp=4), 2, 2),
+    (ParallelLayout(dp=4), 3, 2),
+]  # each with its ZeRO stage and shard groups
 
 
-def small_config(model: str, layout: ParallelLayout, *, precision: str = "fp64", zero_stage: int = 1) -> Config:
+def small_config(
+    model: str, layout: ParallelLayout, *, precision: str = "fp64", zero_stage: int = 1, dp_shard: int = 0
+) -> Config:
     config = Config(
         model=replace(MODELS[model], vocab_size=VOCAB),
         parallel=ParallelConfig(
             tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage, zero_whole_kib=0,  # type: ignore[arg-type]
+            dp_shard=dp_shard,
         ),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.5),
         train=TrainConfig(
@@ -123,8 +128,8 @@ def test_evaluation_sums_token_losses_without_dropout() -> None:
 def pieces_of_layouts(rank: int, model: str, precision: str, *, network: Network) -> list[tuple[list[Any], Any]]:
     """Pieces and table of fresh engines of one rank, a layout each."""
     results = []
-    for layout, zero_stage in LAYOUTS_OF_FOUR:
-        config = small_config(model, layout, precision=precision, zero_stage=zero_stage)
+    for layout, zero_stage, dp_shard in LAYOUTS_OF_FOUR:
+        config = small_config(model, layout, precision=precision, zero_stage=zero_stage, dp_shard=dp_shard)
         engine = make_engine(rank, config, network=network)
         results.append((copied(saved_pieces(engine.store)), table_of(engine)))
     return results
@@ -135,26 +140,40 @@ def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(mode
     engine = make_engine(0, small_config(model, ParallelLayout(), precision=precision))
     expected = assembled(table_of(engine), copied(saved_pieces(engine.store)))
     by_rank = run_threads(4, pieces_of_layouts, model, precision)
-    for number, (layout, _) in enumerate(LAYOUTS_OF_FOUR):
+    for number, (layout, *_) in enumerate(LAYOUTS_OF_FOUR):
         assert all(results[number][1] == table_of(engine) for results in by_rank), "one table on all ranks"
         state = assembled(table_of(engine), [piece for results in by_rank for piece in results[number][0]])
         assert all(torch.equal(state[name], expected[name]) for name in expected), layout
 
 
-@pytest.mark.parametrize(("model", "stages"), [("llama", (1, 1)), ("gpt2", (1, 3)), ("llama", (3, 2))])
-def test_state_moves_between_layouts_and_training_goes_on(model: str, stages: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        ("llama", (ParallelLayout(tp=2, pp=2), 1, 0), (ParallelLayout(dp=2, pp=2), 1, 0)),
+        ("gpt2", (ParallelLayout(tp=2, pp=2), 1, 0), (ParallelLayout(dp=2, pp=2), 3, 0)),
+        ("llama", (ParallelLayout(dp=4), 3, 0), (ParallelLayout(dp=2, pp=2), 2, 0)),
+        ("llama", (ParallelLayout(dp=4), 3, 2), (ParallelLayout(tp=2, dp=2), 2, 1)),
+        ("gpt2", (ParallelLayout(dp=4), 1, 0), (ParallelLayout(dp=4), 3, 2)),
+    ],
+    ids=str,
+)
+def test_state_moves_between_layouts_and_training_goes_on(
+    model: str, first: tuple[ParallelLayout, int, int], second: tuple[ParallelLayout, int, int]
+) -> None:
     alone = small_config(model, ParallelLayout())
     whole, half = range(NUM_STEPS), NUM_STEPS // 2
     (uninterrupted, *_) = train_part(0, alone, None, whole)
-    layouts = (ParallelLayout(tp=2, pp=2) if stages[0] == 1 else ParallelLayout(dp=4), ParallelLayout(dp=2, pp=2))
-    cut, other = (small_config(model, each, zero_stage=stage) for each, stage in zip(layouts, stages, strict=True))
-    first = run_threads(4, train_part, cut, None, whole[:half])
-    second = run_threads(4, train_part, other, state_of(first), whole[half:])
-    kept = state_of(run_threads(4, train_part, other, state_of(first), whole[:0]))
-    assert all(torch.equal(values, kept[name]) for name, values in state_of(first).items())
-    (third, *_) = train_part(0, alone, state_of(first), whole[half:])
-    for expected, moved, back in zip(uninterrupted[half:], second[0][0], third, strict=True):
-        assert (moved.loss, moved.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-10)
+    cut, other = (
+        small_config(model, layout, zero_stage=zero_stage, dp_shard=dp_shard)
+        for layout, zero_stage, dp_shard in (first, second)
+    )
+    begun = run_threads(4, train_part, cut, None, whole[:half])
+    moved = run_threads(4, train_part, other, state_of(begun), whole[half:])
+    kept = state_of(run_threads(4, train_part, other, state_of(begun), whole[:0]))
+    assert all(torch.equal(values, kept[name]) for name, values in state_of(begun).items())
+    (alone_again, *_) = train_part(0, alone, state_of(begun), whole[half:])
+    for expected, there, back in zip(uninterrupted[half:], moved[0][0], alone_again, strict=True):
+        assert (there.loss, there.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-10)
         assert (back.loss, back.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-10)
 
 
@@ -171,12 +190,12 @@ def test_the_same_layout_continues_bit_for_bit(
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("master", ["wide", "split"])
-def test_state_that_is_cut_continues_bit_for_bit(master: Literal["wide", "split"]) -> None:
-    config = small_config("llama", ParallelLayout(dp=2), precision="bf16", zero_stage=3)
+@pytest.mark.parametrize(("master", "dp", "dp_shard"), [("wide", 2, 0), ("split", 2, 0), ("split", 4, 2)])
+def test_state_that_is_cut_continues_bit_for_bit(master: Literal["wide", "split"], dp: int, dp_shard: int) -> None:
+    config = small_config("llama", ParallelLayout(dp=dp), precision="bf16", zero_stage=3, dp_shard=dp_shard)
     config = replace(config, optim=replace(config.optim, master=master))
-    whole, half = (run_threads(2, train_part, config, None, range(steps)) for steps in (NUM_STEPS, 2))
-    rest = run_threads(2, train_part, config, state_of(half), range(2, NUM_STEPS))
+    whole, half = (run_threads(dp, train_part, config, None, range(steps)) for steps in (NUM_STEPS, 2))
+    rest = run_threads(dp, train_part, config, state_of(half), range(2, NUM_STEPS))
     assert [(s.loss, s.grad_norm) for s in rest[0][0]] == [(s.loss, s.grad_norm) for s in whole[0][0][2:]]
     expected, state = state_of(whole), state_of(rest)
     assert all(torch.equal(state[name], expected[name]) for name in expected)

@@ -134,6 +134,37 @@ def test_gradients_and_parameters_that_are_cut(model: str, layout: str) -> None:
     assert_same_bits(outcome(sharded(whole, 1)), outcome(sharded(whole, 3)))
 
 
+SLOW_NESTED = [
+    (model, layout, dp_shard)
+    for model in ("llama", "gpt2")
+    for layout, dp_shard in (("dp4", 2), ("tp2-dp4", 2), ("dp4-pp2", 2), ("tp4-dp2", 1), ("dp4-pp2-virtual2", 1))
+    if (model, layout) != ("llama", "dp4")
+]
+NESTED = [("llama", "dp4", 2), *(pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.ci)) for case in SLOW_NESTED)]
+
+
+@pytest.mark.parametrize(("model", "layout", "dp_shard"), NESTED)
+def test_what_is_cut_in_groups_of_neighbours(model: str, layout: str, dp_shard: int) -> None:
+    """Stages 2 and 3 have equal bits however passes follow each other, near those where all ranks cut."""
+    one = small(config_for(model, ParallelLayout.parse(layout)))
+    expected = outcome(sharded(one, 2, dp_shard=dp_shard))
+    assert_near(expected, outcome(sharded(one, 3)))
+    for other in (
+        sharded(one, 3, dp_shard=dp_shard),
+        sharded(one, 3, dp_shard=dp_shard, reshard_after_forward="off", overlap_grad_reduce=False),
+        sharded(one, 2, dp_shard=dp_shard, overlap_param_gather=False),
+        *(sharded(one, 3, dp_shard=dp_shard, schedule=name) for name in ("gpipe", "zb-h1") if one.parallel.pp > 1),
+    ):
+        assert_same_bits(expected, outcome(other))
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_of_two_ranks_and_one_micro_batch_groups_have_equal_bits(zero_stage: int) -> None:
+    one = config("llama", "dp2")
+    whole = replace(one, train=replace(one.train, global_batch_size=2, gradient_accumulation_steps=1))
+    assert_equal(sharded(whole, zero_stage), sharded(whole, zero_stage, dp_shard=1))
+
+
 @pytest.mark.usefixtures("leases_with_content")
 def test_content_that_a_lease_still_has_is_that_which_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     one = sharded(deep(config("llama", "dp2")), 3)

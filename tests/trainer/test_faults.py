@@ -13,6 +13,7 @@ from tests.trainer.support.faults import DP, FAULTS, GROUPS, PP, TP, Fault
 from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.holder_faults import HOLDER_FAULTS
 from tests.trainer.support.lease_faults import LEASE_FAULTS
+from tests.trainer.support.nest_faults import DP4, NEST_FAULTS
 from tests.trainer.support.parity import (
     LOSSES_WITHIN,
     WEIGHTS_WITHIN,
@@ -35,7 +36,16 @@ from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, Paralle
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
-ALL_FAULTS = [*FAULTS, *TOKEN_FAULTS, *HOLDER_FAULTS, *PASS_FAULTS, *LEASE_FAULTS, *RECOMPUTE_FAULTS, *VOID_FAULTS]
+ALL_FAULTS = [
+    *FAULTS,
+    *TOKEN_FAULTS,
+    *HOLDER_FAULTS,
+    *PASS_FAULTS,
+    *LEASE_FAULTS,
+    *NEST_FAULTS,
+    *RECOMPUTE_FAULTS,
+    *VOID_FAULTS,
+]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, round_vocab_to=1,
@@ -51,13 +61,13 @@ def config_of(fault: Fault) -> Config:
         parallel=ParallelConfig(
             tp=layout.tp, pp=layout.pp, dp=layout.dp, virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
             schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
-            zero_whole_kib=0, sequence_parallel="on" if fault.cuts_tokens else "off",
+            zero_whole_kib=0, dp_shard=fault.dp_shard, sequence_parallel="on" if fault.cuts_tokens else "off",
         ),
         data=DataConfig(document_mask=fault.documents),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05, groups=fault.groups),
         train=TrainConfig(
-            train_steps=5, seq_length=6, micro_batch_size=fault.micro_batch_size, global_batch_size=4,
-            precision="fp64", device="cpu",
+            train_steps=5, seq_length=6, micro_batch_size=fault.micro_batch_size,
+            global_batch_size=max(4, 2 * layout.dp), precision="fp64", device="cpu",
         ),
     )  # fmt: skip
     return resolve(config, layout.world_size)
@@ -132,6 +142,11 @@ def test_without_a_fault_they_pass(
     """With 0 parts tokens are not cut."""
     options = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1)}
     compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}, **options))
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_without_a_fault_replicas_pass(zero_stage: int) -> None:
+    compare(Fault("none", DP4, lambda patch: None, zero_stage, dp_shard=2))
 
 
 def test_documents_cut_from_their_micro_batch_pass() -> None:

@@ -7,6 +7,7 @@ disk, or in the replica that its peer keeps.
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ckptkit import NodePlaces, Root, Tiers, nodes_here
 from threefold.errors import CheckFailed, UserError
@@ -72,10 +73,17 @@ class NodeLocalSteps:
                 continue
             share = root.share and (root.share.first, root.share.count, root.share.of)
             parallel = root.metadata.get("config", {}).get("parallel", {})
-            is_same = parallel.get("pipeline_layout", "even") == self._config.parallel.pipeline_layout
+            is_same = ownership(parallel) == ownership(dataclasses.asdict(self._config.parallel))
             if share == writers and root.layout == layout_of(self._config) and is_same:
                 held.setdefault(step, root.attempt)
         return held
+
+
+def ownership(parallel: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what else than the layout decides which rank owns what, of a table `[parallel]`."""
+    dp_shard = parallel.get("dp_shard", 0)
+    nested = (dp_shard, parallel.get("zero_whole_kib")) if dp_shard else ()  # what is whole has no replicas
+    return parallel.get("pipeline_layout", "even"), parallel.get("bucket_mib", 64), *nested
 
 
 def agreed_steps(held: Sequence[Mapping[int, str]]) -> dict[int, str]:

@@ -18,6 +18,7 @@ class Options:
     what: Literal["comm"] = argument("WHAT", "comm: collectives and transfers of each group of ranks")
     tp: int = option(1, "tensor-parallel size", minimum=1)
     pp: int = option(1, "pipeline ranks; what tp and pp leave over is dp", minimum=1)
+    dp_shard: int = option(0, "neighbours along dp whose groups, and those of replicas, are timed too", minimum=0)
     mib: tuple[float, ...] = option((1.0, 16.0, 256.0), "sizes of the tensors in MiB", metavar="A,B,...")
     repeats: int = option(10, "calls timed of each, of which the median counts", minimum=1)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA if a GPU is usable")
@@ -33,7 +34,8 @@ def run(options: Options) -> int:
 
     if not options.mib or min(options.mib) <= 0:
         raise UserError(f"--mib has sizes above 0, got {','.join(map(str, options.mib)) or 'none'}", hint="--mib 1,16")
-    rows = bench_comm(options.device, options.tp, options.pp, options.mib, options.repeats, options.timeout_s)
+    cuts = options.tp, options.pp, options.dp_shard
+    rows = bench_comm(options.device, cuts, options.mib, options.repeats, options.timeout_s)
     if not is_first_rank():
         return EXIT_OK
     if options.json:

@@ -20,6 +20,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *stage_faults(config),
         *recompute_faults(config),
         *layout_faults(config, world_size),
+        *shard_faults(config, world_size),
         *data_faults(config),
         *unmet(config),
         *rate_faults(config.optim, config.optim.decay_steps or config.train.train_steps),
@@ -140,6 +141,16 @@ def layout_faults(config: Config, world_size: int) -> Iterator[Fault]:
         text = f"train.gradient_accumulation_steps {accumulation} contradicts global_batch_size {batch} / "
         text += f"(micro_batch_size {micro} * dp {dp_size}) = {batch // (micro * dp_size)}"
         yield {*fields, "train.gradient_accumulation_steps"}, text
+
+
+def shard_faults(config: Config, world_size: int) -> Iterator[Fault]:
+    """Yield a fault if dp is not a number of whole shard groups."""
+    parallel = config.parallel
+    dp, shard = parallel.dp or world_size // (parallel.tp * parallel.pp), parallel.dp_shard
+    if dp and shard and dp % shard:
+        nearest = max(size for size in range(1, dp + 1) if dp % size == 0 and size <= shard)
+        text = f"parallel.dp_shard {shard} does not divide the {dp} ranks of dp: --dp-shard {nearest}"
+        yield {"parallel.dp_shard", "parallel.dp", "parallel.tp", "parallel.pp"}, text
 
 
 def data_faults(config: Config) -> Iterator[Fault]:

@@ -6,6 +6,13 @@ from typing import Literal
 from threefold.options import option
 
 
+def number_or_auto(text: str) -> int:
+    """Return the number that a text is, 0 for "auto"; ValueError says what it must be."""
+    if text != "auto" and not text.isdecimal():
+        raise ValueError("a whole number of at least 0, or auto")
+    return 0 if text == "auto" else int(text)
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """`[parallel]`: sizes of the mesh axes; tp * pp * dp is the number of processes."""
@@ -53,6 +60,15 @@ class ParallelConfig:
         bare=("on", "off"),
         keeps_bits=True,
         needs={"zero_stage": 3},
+    )
+    dp_shard: int = option(
+        0,
+        "neighbours of dp that cut gradients and parameters among them, with zero_stage 2 and 3; their groups repeat "
+        "these, and all of dp cut the optimizer state; 0 or auto means all of dp",
+        minimum=0,
+        parse=number_or_auto,
+        flags=["--dp-shard"],
+        needs={"zero_stage": (2, 3)},
     )
     zero_whole_kib: int = option(
         1024,

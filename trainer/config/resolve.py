@@ -21,7 +21,7 @@ def resolve(config: Config, world_size: int) -> Config:
             head_size=model.head_size or model.hidden_size // model.num_heads,
             ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
         ),
-        parallel=replace(parallel, dp=dp),
+        parallel=replace(parallel, dp=dp, dp_shard=parallel.dp_shard % dp),  # that dp itself is all of it too
         checkpoint=replace(save, save_interval_s=interval_s if save.save else 0.0),
         train=replace(train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)),
     )

@@ -95,7 +95,7 @@ def config_from(
     names = [leaf.name for leaf in leaves(Config)]
     ours, answered = answers(tables, {*names, *(name.rpartition(".")[0] for name in names)})
     faults += answered  # what keys of other programs are here
-    completed = complete(ours, overrides or {}, faults)
+    completed = complete(ours, overrides or {}, faults, world_size or 0)
     asked_for = {*(names_in(tables) if written is None else written), *completed}
     config = effective(walk(Config, merge(ours, completed), faults), but=asked_for)
     if world_size is None:

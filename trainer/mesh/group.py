@@ -92,7 +92,8 @@ class Group:
         """Return under which name the clock counts waits for it: by the axes that its ranks differ in."""
         if self.axes == (Axis.TP,):
             return "comm_tp"
-        return "comm_world" if {Axis.DP, Axis.EDP}.isdisjoint(self.axes) else "comm_dp"
+        over_samples = {Axis.DP, Axis.EDP, Axis.SHARD, Axis.REPLICA}
+        return "comm_world" if over_samples.isdisjoint(self.axes) else "comm_dp"
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce in place over the group and return the tensor."""

@@ -9,10 +9,11 @@ Ranks = tuple[int, ...]
 
 
 class Axis(StrEnum):
-    """In what the ranks of a group differ. `KV`, `EDP` and `ENDS` are parts of axes.
+    """In what the ranks of a group differ. `KV`, `EDP`, `SHARD`, `REPLICA` and `ENDS` are parts of axes.
 
     Those of KV are neighbours along tp with the same key-value heads, of EDP those that hold the same experts for other
-    samples, of ENDS the first and the last pipeline rank.
+    samples, of ENDS the first and the last pipeline rank. SHARD are neighbours along dp that cut weights among them,
+    REPLICA the ranks of dp that have the same place among such neighbours.
     """
 
     TP = "tp"
@@ -21,6 +22,8 @@ class Axis(StrEnum):
     EP = "ep"
     DP = "dp"
     EDP = "edp"
+    SHARD = "shard"
+    REPLICA = "replica"
     PP = "pp"
     ENDS = "ends"
 
@@ -33,6 +36,8 @@ GROUPS: dict[str, Axes] = {
     for axes in (
         (Axis.TP,), (Axis.DP,), (Axis.CP,), OVER_DATA, (Axis.TP, *OVER_DATA), (Axis.KV, *OVER_DATA),
         (*OVER_DATA, Axis.ENDS), (Axis.EDP,), (Axis.TP, Axis.EDP), (Axis.EP,),
+        (Axis.SHARD,), (Axis.CP, Axis.SHARD), (Axis.TP, Axis.CP, Axis.SHARD), (Axis.KV, Axis.CP, Axis.SHARD),
+        (Axis.REPLICA,),
     )
 }  # fmt: skip
 _EXPERTS = Placement("first", (Cut(0, "ep"),))
@@ -51,22 +56,32 @@ def holders(placement: Placement, layout: ParallelLayout, *, is_tied: bool = Fal
     return (*along_tp, *over_data, *((Axis.ENDS,) if is_tied else ()))
 
 
-def groups_needed(layout: ParallelLayout, kv_replicas: int = 1) -> dict[str, list[Ranks]]:
+def nested(axes: Axes) -> tuple[Axes, Axes]:
+    """Return along which axes holders cut a tensor among them, and along which such groups of holders repeat it.
+
+    Together they are the holders: cp.dp are cp.shard in each replica. What two stages hold is never cut.
+    """
+    if Axis.DP not in axes or Axis.ENDS in axes:
+        return axes, ()
+    return tuple(Axis.SHARD if axis == Axis.DP else axis for axis in axes), (Axis.REPLICA,)
+
+
+def groups_needed(layout: ParallelLayout, kv_replicas: int = 1, dp_shard: int = 0) -> dict[str, list[Ranks]]:
     """Return the ranks of every group, by the groups' name, in the order in which all ranks build them.
 
     A group is named by the axes along which its ranks differ: "tp.cp.dp" are a pipeline rank's, who hold norms and row
-    biases. `kv_replicas` neighbours along tp have the same key-value heads. `activations` and `gradients` link each
-    pipeline rank to the next; they are two, since opposite directions on one NCCL communicator would wait for each
-    other. If ranks hold several stages `activations_back` and `gradients_back` link the last rank to the first. For
-    tp2-pp2: tp [(0, 1), (2, 3)], dp [(0,), (1,), (2,), (3,)], tp.cp.dp [(0, 1), (2, 3)], nothing that links back, and
-    (0, 2), (1, 3) for cp.dp.ends and the links.
+    biases. `kv_replicas` neighbours along tp have the same key-value heads, `dp_shard` along dp are a shard group, of
+    0 all are. `activations` and `gradients` link each pipeline rank to the next; they are two, since opposite
+    directions on one NCCL communicator would wait for each other. If ranks hold several stages `activations_back` and
+    `gradients_back` link the last rank to the first. For tp2-pp2: tp [(0, 1), (2, 3)], dp [(0,), (1,), (2,), (3,)],
+    tp.cp.dp [(0, 1), (2, 3)], nothing that links back, and (0, 2), (1, 3) for cp.dp.ends and the links.
     """
     columns = _ranks_along((Axis.PP,), layout)
     links: list[Ranks] = [pair for column in columns for pair in pairwise(column)]
     back: list[Ranks] = [(column[0], column[-1]) for column in columns if layout.virtual > 1 < layout.pp]
     return {
         "world": [tuple(range(layout.world_size))],
-        **{name: _ranks_along(axes, layout, kv_replicas) for name, axes in GROUPS.items()},
+        **{name: _ranks_along(axes, layout, kv_replicas, dp_shard) for name, axes in GROUPS.items()},
         "activations": links,
         "gradients": links,
         "activations_back": back,
@@ -74,21 +89,25 @@ def groups_needed(layout: ParallelLayout, kv_replicas: int = 1) -> dict[str, lis
     }
 
 
-def _ranks_along(axes: Axes, layout: ParallelLayout, kv_replicas: int = 1) -> list[Ranks]:
+def _ranks_along(axes: Axes, layout: ParallelLayout, kv_replicas: int = 1, dp_shard: int = 0) -> list[Ranks]:
     found: dict[object, list[int]] = {}
     for rank in range(layout.world_size):
         coords = layout.coords(rank)
         if Axis.ENDS not in axes or coords.pp in (0, layout.pp - 1):
-            found.setdefault(_in_common(axes, layout, coords, kv_replicas), []).append(rank)
+            found.setdefault(_in_common(axes, layout, coords, kv_replicas, dp_shard), []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _in_common(axes: Axes, layout: ParallelLayout, coords: Coords, kv_replicas: int) -> object:
+def _in_common(axes: Axes, layout: ParallelLayout, coords: Coords, kv_replicas: int, dp_shard: int) -> object:
     """Return what the ranks of a group along `axes` have in common with the one at `coords`."""
     common = {Axis.TP: coords.tp, Axis.CP: coords.cp, Axis.DP: coords.dp, Axis.PP: coords.pp}
     for axis in axes:
         if axis == Axis.KV:
             common[Axis.TP] = coords.tp // kv_replicas
+        elif axis == Axis.SHARD:
+            common[Axis.DP] = coords.dp // (dp_shard or layout.dp)
+        elif axis == Axis.REPLICA:
+            common[Axis.DP] = coords.dp % (dp_shard or layout.dp)
         elif axis == Axis.ENDS:
             common[Axis.PP] = 0
         elif axis in (Axis.EP, Axis.EDP):

@@ -14,7 +14,7 @@ from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group, Network
-from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed
+from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed, nested
 from trainer.mesh.processes import Processes
 
 
@@ -44,6 +44,7 @@ class ProcessMesh:
         *,
         timeout_s: float,
         kv_replicas: int = 1,
+        dp_shard: int = 0,
         network: Network | None = None,
     ) -> None:
         """Build the groups; a collective that the others do not join within `timeout_s` fails.
@@ -59,9 +60,9 @@ class ProcessMesh:
             )
         self.layout, self.rank, self.device = layout, rank, device
         self.coords, self.clock = layout.coords(rank), Clock(device)
-        self._needed = groups_needed(layout, kv_replicas)
+        self._needed = groups_needed(layout, kv_replicas, dp_shard)
         self._made: dict[tuple[tuple[int, ...], ...], list[Group]] = {}
-        self.world = self._group("world")
+        self.world, self.alone = self._group("world"), Group("alone", (rank,), 0, self.clock)
         self._along = {axes: self._group(name) for name, axes in GROUPS.items()}
         self.tp, self.dp, self.cp, self.ep = (self._along[axis,] for axis in (Axis.TP, Axis.DP, Axis.CP, Axis.EP))
         self.activations = self._links("activations")
@@ -70,6 +71,11 @@ class ProcessMesh:
     def along(self, axes: Axes) -> Group:
         """Return the group of the ranks that differ from this one along some axes only."""
         return self._along[axes]
+
+    def nest(self, axes: Axes) -> tuple[Group, Group]:
+        """Return the group that cuts what the holders along some axes have, and that of its replicas."""
+        inner, outer = nested(axes)
+        return self._along[inner], self._along[outer] if outer else self.alone
 
     def _group(self, name: str) -> Group:
         """Build every group of a name and return this rank's; if it is in none, itself alone."""
@@ -113,4 +119,5 @@ class ProcessMesh:
 def mesh_of(config: Config, rank: int, device: torch.device, *, network: Network | None = None) -> ProcessMesh:
     """Return one rank's mesh of a resolved configuration."""
     layout, timeout_s = layout_of(config), config.parallel.timeout_s
-    return ProcessMesh(layout, rank, device, timeout_s=timeout_s, kv_replicas=kv_replicas(config), network=network)
+    parts = {"kv_replicas": kv_replicas(config), "dp_shard": config.parallel.dp_shard}
+    return ProcessMesh(layout, rank, device, timeout_s=timeout_s, network=network, **parts)

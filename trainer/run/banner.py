@@ -29,7 +29,6 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         num_stages = parallel.pp * parallel.virtual_stages
         ranges = stage_ranges(config, parameter_table(config), num_stages)
         pp += f" ({' + '.join(str(len(layers)) for layers in ranges)} layers)"
-    cuts_nothing = " (cuts nothing: dp is 1)" if parallel.zero_stage > 1 and parallel.dp == 1 else ""
     tokens_cut = ", sequence parallel" if cuts_tokens(config) else ""
     if tokens_cut and parallel.tp_overlap_parts > 1:
         tokens_cut += f" overlapped in {parallel.tp_overlap_parts} parts"
@@ -44,7 +43,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         (
             "layout",
             f"tp {parallel.tp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
-            f"ZeRO stage {parallel.zero_stage}{cuts_nothing}{tokens_cut}",
+            f"{zero_text(config)}{tokens_cut}",
         ),
         (
             "step",
@@ -61,6 +60,17 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ("device", f"{device_name(device)}, {train.precision}"),
     ]
     return facts + kept(tiers, config.checkpoint)
+
+
+def zero_text(config: Config) -> str:
+    """Return what the data-parallel ranks cut."""
+    parallel = config.parallel
+    text, shard = f"ZeRO stage {parallel.zero_stage}", parallel.dp_shard
+    if parallel.zero_stage > 1 and parallel.dp == 1:
+        return f"{text} (cuts nothing: dp is 1)"
+    if shard == 1:
+        return f"{text} (cuts what stage 1 does: dp_shard is 1)"
+    return f"{text} in {parallel.dp // shard} groups of {shard} along dp" if shard else text
 
 
 def windows_text(config: Config) -> Iterator[str]:

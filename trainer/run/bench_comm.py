@@ -17,6 +17,7 @@ from threefold.errors import UserError
 from trainer.job.ranks import Ranks
 from trainer.mesh.clock import Moment
 from trainer.mesh.group import Group
+from trainer.mesh.layout import Axis
 from trainer.mesh.mesh import ProcessMesh
 
 WARM_UPS = 2
@@ -45,17 +46,24 @@ def bus_factor(operation: str, num_ranks: int) -> float:
     return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "send": 1.0}[operation]
 
 
-def bench_comm(device: str, tp: int, pp: int, sizes: Sequence[float], repeats: int, timeout_s: float) -> list[Row]:
+def bench_comm(
+    device: str, cuts: tuple[int, int, int], sizes: Sequence[float], repeats: int, timeout_s: float
+) -> list[Row]:
     """Return a row for each group of two or more ranks, each operation and each of the sizes in MiB; all ranks call it.
 
-    What tp and pp leave over is dp. Raises UserError where that does not divide the processes, or there is one.
+    `cuts` are tp, pp and dp_shard; what tp and pp leave over is dp. Raises UserError where they do not divide the
+    processes, or there is one.
     """
+    tp, pp, dp_shard = cuts
     with Ranks(device, timeout_s=timeout_s) as ranks:
         if ranks.world_size == 1:
             hint = "trainer launch --nproc-per-node 2 bench comm"
             raise UserError("one process has nobody to talk to", hint=hint)
         layout = ParallelLayout(tp=tp, pp=pp, dp=max(ranks.world_size // (tp * pp), 1))
-        mesh = ProcessMesh(layout, ranks.rank, ranks.device, timeout_s=timeout_s)
+        if dp_shard and layout.dp % dp_shard:
+            text = f"--dp-shard {dp_shard} does not divide the {layout.dp} ranks of dp"
+            raise UserError(text, hint=f"trainer launch --nproc-per-node {ranks.world_size} bench comm --dp-shard 1")
+        mesh = ProcessMesh(layout, ranks.rank, ranks.device, timeout_s=timeout_s, dp_shard=dp_shard)
         rows = []
         for num_bytes in (int(size * 2**20) for size in sizes):
             for num_ranks, group, operation, call in calls(mesh, num_bytes):
@@ -66,7 +74,8 @@ def bench_comm(device: str, tp: int, pp: int, sizes: Sequence[float], repeats: i
 def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callable[[], object]]]:
     """Return the number of ranks, the group's name, the operation and how to do it, in the same order on all ranks."""
     found: list[tuple[int, str, str, Callable[[], object]]] = []
-    groups = [mesh.tp, mesh.dp, *([mesh.world] if mesh.world.size > max(mesh.tp.size, mesh.dp.size) else [])]
+    groups = [mesh.tp, mesh.dp, *(group for group in mesh.nest((Axis.DP,)) if 1 < group.size < mesh.dp.size)]
+    groups += [mesh.world] if mesh.world.size > max(mesh.tp.size, mesh.dp.size) else []
     for group in (each for each in groups if each.size > 1):
         tensor = torch.zeros(-(-num_bytes // (4 * group.size)) * group.size, device=mesh.device)
         for name, how in OPERATIONS.items():

@@ -10,7 +10,7 @@ from ckptkit import Coords
 from trainer.config import Config
 from trainer.config.resolve import keeps_gathered, kv_replicas, layout_of
 from trainer.engine import DTYPES
-from trainer.mesh.layout import GROUPS, groups_needed
+from trainer.mesh.layout import GROUPS, groups_needed, nested
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.run.activations import activation_bytes
@@ -46,7 +46,7 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     parallel, layout = config.parallel, layout_of(config)
     dtype = DTYPES[config.train.precision]
     wide = wide_dtype(dtype)
-    groups = groups_needed(layout, kv_replicas(config))
+    groups = groups_needed(layout, kv_replicas(config), parallel.dp_shard)
     sizes = {axes: len(groups[name][0]) for name, axes in GROUPS.items()}
     runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
     moments = 2 if config.optim.moments == "bf16" else wide.itemsize
@@ -59,13 +59,16 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     parameters = gradients = travelling = 0
     leased: dict[str, int] = {}  # elements of the buckets that are cut, by unit
     for bucket in plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize):
-        num_holders = sizes[bucket.runs[0].holders]
-        size, is_cut = bucket.size(num_holders), bucket.is_cut(num_holders, parallel.zero_whole_kib << 10)
-        parameters += size // num_holders if is_cut and parallel.zero_stage >= 3 else size
-        gradients += size // num_holders if is_cut and parallel.zero_stage >= 2 else size
-        travelling += size if num_holders > 1 and not (is_cut and parallel.zero_stage >= 2) else 0
+        axes = bucket.runs[0].holders
+        num_holders, num_inner = sizes[axes], sizes[nested(axes)[0]]
+        size = bucket.size(num_holders)
+        is_cut = parallel.zero_stage >= 2 and bucket.is_cut(num_holders, num_inner, parallel.zero_whole_kib << 10)
+        kept = size // num_inner if is_cut else size
+        parameters += kept if parallel.zero_stage >= 3 else size
+        gradients += kept
+        travelling += kept if num_holders > (num_inner if is_cut else 1) else 0  # once a step
         leased[bucket.runs[0].unit] = leased.get(bucket.runs[0].unit, 0) + size * is_cut
-    of_gradients = num_leased(leased.values(), LEASES) if parallel.zero_stage >= 2 else 0
+    of_gradients = num_leased(leased.values(), LEASES)
     most = len(leased) if keeps_gathered(config) else LEASES
     of_parameters = num_leased(leased.values(), most) if parallel.zero_stage >= 3 else 0
     if parallel.grad_reduce == "bf16":  # what this rank sends and what it receives

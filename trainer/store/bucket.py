@@ -2,7 +2,9 @@
 
 Its gradients are summed over the holders once the last ones of a step are in, beside the rest of the backward. Its
 parameters are gathered beside what follows; a unit waits for them before it reads them. Of a bucket that is cut a rank
-keeps its own interval, and whole buffers are leased for a pass: then gradients are summed at the end of each pass.
+keeps an interval, and whole buffers are leased for a pass: then gradients are summed at the end of each pass. Those who
+cut it may be some of the holders, whose other groups are replicas. These are summed over once a step, and each of the
+holders owns a part of the interval that it keeps.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from trainer.linear.weight import Access, Weight, add_or_write
 from trainer.mesh.group import Group, Work
+from trainer.mesh.mesh import ProcessMesh
 from trainer.ops import split
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.optimizers import OPTIMIZERS
@@ -23,10 +26,10 @@ from trainer.store.plan import BucketPlan, Segment
 class StoreOptions:
     """How a store keeps its state: `zero_stage` says what the holders cut, `splits_master` keeps no fp32.
 
-    They cut the optimizer state from stage 1 on, gradients from 2 and parameters from 3, but for buckets of less than
-    `whole_bytes`. `keeps_gathered` keeps parameters until the end of the step. `summed` is the dtype in which gradients
-    travel to their owners, who add in the wide one. `overlaps_reduce` sums gradients beside the backward,
-    `overlaps_gather` updates and gathers beside what follows.
+    They cut the optimizer state from stage 1 on, gradients from 2 and parameters from 3, these two inside each replica
+    and but for buckets of less than `whole_bytes`. `keeps_gathered` keeps parameters until the end of the step.
+    `summed` is the dtype in which gradients travel to their owners, who add in the wide one. `overlaps_reduce` sums
+    gradients beside the backward, `overlaps_gather` updates and gathers beside what follows.
     """
 
     dtype: torch.dtype
@@ -50,7 +53,11 @@ class StoreOptions:
 class Bucket:
     """One flat buffer of parameters; owned by the training thread.
 
-    `parameters` and `gradients` cover the padded bucket, or the owned interval if they are cut. `master` and the
+    `group` are all holders; `inner` are those who cut the bucket if it is cut, and `outer` this rank with those of
+    other replicas that keep the same interval: of inner rank 1 and outer rank 0, of 2 and 2, this is the third quarter,
+    and the rank owns the first half of that.
+
+    `parameters` and `gradients` cover the padded bucket, or the interval `kept` if they are cut. `master` and the
     `states` of its optimizer, by name, cover what this rank updates, the states in the dtype `moments`, the others in
     the wide one: the owned interval if `sharded`, else all of it. If the parameters have the wide dtype themselves,
     `master` is a view of them. Without an optimizer there are no gradients, no copies, and states without elements.
@@ -61,18 +68,22 @@ class Bucket:
     gradients, which are not in use between two steps: `join_masters` puts the masters there.
     """
 
-    def __init__(
-        self, plan: BucketPlan, options: StoreOptions, device: torch.device, group: Group, access: Access
-    ) -> None:
-        self.plan, self.options, self.group, self.access = plan, options, group, access
-        size, wide = plan.size(group.size), wide_dtype(options.dtype)
-        self.owned = plan.interval(group.size, group.index)
-        self.updated = self.owned if options.sharded else (0, size)
-        is_cut = plan.is_cut(group.size, options.whole_bytes)
+    def __init__(self, plan: BucketPlan, options: StoreOptions, mesh: ProcessMesh, access: Access) -> None:
+        self.plan, self.options, self.access = plan, options, access
+        axes, device = plan.runs[0].holders, mesh.device
+        self.group, (self.inner, self.outer) = mesh.along(axes), mesh.nest(axes)
+        size, wide = plan.size(self.group.size), wide_dtype(options.dtype)
+        is_cut = plan.is_cut(self.group.size, self.inner.size, options.whole_bytes)
         self.cuts_parameters = is_cut and options.zero_stage >= 3
         self.cuts_gradients = is_cut and options.zero_stage >= 2 and options.with_optimizer
-        self._resident = self.owned if self.cuts_parameters else (0, size)
-        self._summed = self.owned if self.cuts_gradients else (0, size)
+        if not (self.cuts_parameters or self.cuts_gradients):
+            self.inner, self.outer = self.group, mesh.alone
+        length, place = size // self.group.size, self.inner.index * self.outer.size
+        self.kept = place * length, (place + self.outer.size) * length
+        self.owned = plan.interval(self.group.size, place + self.outer.index)
+        self.updated = self.owned if options.sharded else (0, size)
+        self._resident = self.kept if self.cuts_parameters else (0, size)
+        self._summed = self.kept if self.cuts_gradients else (0, size)
         self.parameters = torch.zeros(_length(self._resident), dtype=options.dtype, device=device)
         self.gradients = torch.zeros(_length(self._summed) * options.with_optimizer, dtype=wide, device=device)
         self._whole_gradients = self.gradients  # or a lease
@@ -89,12 +100,15 @@ class Bucket:
         like = self.master if options.with_optimizer else self.master[:0]
         self.states = {name: torch.zeros_like(like, dtype=options.moments) for name in self.optimizer.states}
         self.weights = list[Weight]()
-        self._num_sums = 0
+        self._num_sums, self._ends_step = 0, True
         self._reducing: Work | None = None
+        self._reducing_outer: Work | None = None
         self._gathering: Work | None = None
+        self._to_gather = list[tuple[Group, Tensor]]()  # behind it
         self._is_written: torch.cuda.Event | None = None
         self.owned_segments = plan.segments(*self.owned)
         self.updated_segments = plan.segments(*self.updated)
+        self.resident_segments = plan.segments(*self._resident)
 
     def begin_step(self) -> None:
         """Let the first contribution to each gradient, or the first sum, overwrite what is there."""
@@ -136,29 +150,40 @@ class Bucket:
         """Return whether the sum of the gradients over the holders has begun."""
         return self._reducing is not None
 
-    def start_reduce(self) -> None:
-        """Begin to sum the gradients over the holders, rounded to travel if `summed` is not their dtype."""
+    def start_reduce(self, *, ends_step: bool = True) -> None:
+        """Begin to sum the gradients over the holders, or those of a pass over who cuts them: maybe a step's last."""
         for weight in self.weights:
             weight.finish_sum()
-        whole = self._whole_gradients
-        if self.options.summed != whole.dtype and self.group.size > 1:
-            self._reducing = self.group.start_exchange(whole.to(self.options.summed))
-        elif self.options.sharded:
-            self._reducing = self.group.start("reduce_scatter", whole)
-        else:
-            self._reducing = self.group.start("all_reduce", whole, "sum")
+        self._ends_step = ends_step
+        self._reducing = self._start_sum(self.inner, self._whole_gradients)
+
+    def _start_sum(self, group: Group, gradients: Tensor) -> Work:
+        """Begin a sum over a group, rounded to travel if `summed` is not the gradients' dtype."""
+        if self.options.summed != gradients.dtype and group.size > 1:
+            return group.start_exchange(gradients.to(self.options.summed))
+        if self.options.sharded:
+            return group.start("reduce_scatter", gradients)
+        return group.start("all_reduce", gradients, "sum")
 
     def finish_reduce(self) -> None:
-        """Wait for the sum, if one has begun; at least the part that this rank updates is valid afterwards."""
+        """Wait for the sum, if one has begun, and begin that over replicas behind the last of a step."""
         if self._reducing is None:
             return
-        found, self._reducing = self._reducing.wait(), None
-        owned = self._whole_gradients[slice(*self.owned)]
-        if found.dtype != owned.dtype:  # what each rank has for this one, to be added in the wide dtype
-            torch.sum(found.view(self.group.size, -1), 0, dtype=owned.dtype, out=owned)
+        kept = self._whole_gradients[slice(*self.kept)]
+        _finish_sum(self._reducing, kept)
+        self._reducing = None
         if self.cuts_gradients:
-            add_or_write(owned)(self.gradients, self._num_sums == 0)
+            add_or_write(kept)(self.gradients, self._num_sums == 0)
         self._num_sums += 1
+        if self._ends_step and self.outer.size > 1:
+            self._reducing_outer = self._start_sum(self.outer, self.gradients)
+
+    def finish_step(self) -> None:
+        """Wait for the sums of a step; at least the part that this rank updates is valid afterwards."""
+        self.finish_reduce()
+        if self._reducing_outer is not None:
+            _finish_sum(self._reducing_outer, _part(self.gradients, self._summed, self.owned))
+            self._reducing_outer = None
 
     def part(self, segment: Segment, first: int, *, decays: bool, row: int) -> Any:
         """Return a segment of the interval from position `first` on, as the optimizer takes it, with its states."""
@@ -188,32 +213,55 @@ class Bucket:
             self._weights.copy_(self.master)
 
     def start_gather(self) -> None:
-        """Begin to bring the parameters of every holder up to date with those of their owners, unless they are cut."""
+        """Begin to bring what holders keep of the parameters up to date with those of their owners: replicas first."""
         if self.parameters.is_cuda:  # they may have been written on another stream
             self._is_written = torch.cuda.Event()
             self._is_written.record()
-        if self.options.sharded and not self.cuts_parameters:
-            self._gathering = self.group.start("all_gather", self.parameters)
+        if self.options.sharded:
+            parts = [(self.outer, _part(self.parameters, self._resident, self.kept))]
+            parts += [] if self.cuts_parameters else [(self.inner, self.parameters)]
+            self._to_gather = [(group, part) for group, part in parts if group.size > 1]
+            self._start_next()
+
+    def start_inner_gather(self) -> None:
+        """Begin the gather behind that of replicas, if there is one: on CUDA the current stream waits for these."""
+        if self._to_gather:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """Wait for the gather under way, and begin the next."""
+        if self._gathering is not None:
+            self._gathering.wait()
+        self._gathering = None
+        if self._to_gather:
+            group, part = self._to_gather.pop(0)
+            self._gathering = group.start("all_gather", part)
 
     def start_gather_into(self, whole: Tensor) -> Work:
         """Begin to gather parameters that are cut into a leased buffer, and show it to the weights."""
         self.arrive()
         self._attach(values=whole)
-        return self.group.start_gather(self.parameters, whole)
+        return self.inner.start_gather(self.parameters, whole)
 
     def gathered(self) -> Tensor:
         """Return the parameters of the padded bucket: of one that is cut, memory of their own."""
         self.arrive()
-        return self.group.start_gather(self.parameters).wait() if self.cuts_parameters else self.parameters
+        return self.inner.start_gather(self.parameters).wait() if self.cuts_parameters else self.parameters
 
     def arrive(self) -> None:
         """Wait until the parameters are up to date; on CUDA the current stream waits, not the host."""
         if self._is_written is not None:
             torch.cuda.current_stream(self.parameters.device).wait_event(self._is_written)
             self._is_written = None
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        while self._gathering is not None:
+            self._start_next()
+
+
+def _finish_sum(work: Work, own: Tensor) -> None:
+    """Wait for a sum over a group; if it was rounded to travel, add what each rank has for this one, in `own`."""
+    found = work.wait()
+    if found.dtype != own.dtype:
+        torch.sum(found.view(work.group.size, -1), 0, dtype=own.dtype, out=own)
 
 
 def _length(interval: tuple[int, int]) -> int:

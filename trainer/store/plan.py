@@ -79,13 +79,13 @@ class BucketPlan:
                 yield name, shape, offset
                 offset += math.prod(shape)
 
-    def is_cut(self, num_holders: int, whole_bytes: int) -> bool:
-        """Return whether a holder may keep its own interval alone, and lease the whole for a pass.
+    def is_cut(self, num_holders: int, num_inner: int, whole_bytes: int) -> bool:
+        """Return whether the inner ones of all holders may keep an interval each, and lease the whole for a pass.
 
-        It may not for what has less than so many bytes, nor for what two stages hold, which are at different passes.
+        They may not for what has less than so many bytes, nor for what two stages hold, which are at different passes.
         """
         size_bytes = self.size(num_holders) * self.itemsize
-        return num_holders > 1 and size_bytes >= whole_bytes and Axis.ENDS not in self.runs[0].holders
+        return num_inner > 1 and size_bytes >= whole_bytes and Axis.ENDS not in self.runs[0].holders
 
     def segments(self, start: int, stop: int) -> list[Segment]:
         """Return what the interval [start, stop) has of each parameter."""

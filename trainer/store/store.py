@@ -37,7 +37,7 @@ class ParameterStore:
         self.buckets, access = list[Bucket](), dict[str, Access]()
         for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize):
             shared = access.setdefault(plan.runs[0].unit, Access(reads=False, adds=False))
-            self.buckets.append(Bucket(plan, options, mesh.device, mesh.along(plan.runs[0].holders), shared))
+            self.buckets.append(Bucket(plan, options, mesh, shared))
         self.residences = self._residences(access)
         self.wgrads, self._found = Wgrads(), dict[str, tuple[Weight, Residence]]()
         for bucket in self.buckets:
@@ -105,7 +105,7 @@ class ParameterStore:
         if bucket.late:
             return
         if bucket.cuts_gradients:
-            bucket.start_reduce()
+            bucket.start_reduce(ends_step=self.wgrads.is_last)
             if not self.options.overlaps_reduce:
                 bucket.finish_reduce()
         elif self.options.overlaps_reduce and Axis.ENDS not in bucket.group.axes:
@@ -141,9 +141,11 @@ class ParameterStore:
             if not bucket.is_reducing and not bucket.cuts_gradients:
                 bucket.start_reduce()
             if not self.options.overlaps_reduce:
-                bucket.finish_reduce()
+                bucket.finish_step()
         for bucket in self.buckets:
             bucket.finish_reduce()
+        for bucket in self.buckets:
+            bucket.finish_step()
         squares = torch.zeros(len(self.table), dtype=torch.float64, device=self.mesh.device)
         self._owned.write_squared_norms(squares)
         return squares
@@ -175,6 +177,8 @@ class ParameterStore:
                 intervals.update(optim, lr, updates, factor=factor, is_bad=is_bad, late=late, form=form)
                 for bucket in buckets:
                     bucket.start_gather()
+            for bucket in self.buckets:
+                bucket.start_inner_gather()
         self.parameter_leases.forget()
         for weight, _ in self._found.values():
             weight.epoch += 1
@@ -215,13 +219,13 @@ class ParameterStore:
         """Draw the initial values: those of each element depend on the seed, the name and its place alone."""
         wide = wide_dtype(self.options.dtype)
         for bucket in self.buckets:
-            for name, shape, offset in bucket.plan.parameters():
+            kept = (bucket.parameters, bucket.resident_segments), (bucket.master, bucket.updated_segments)
+            for name, shape, _ in bucket.plan.parameters():
                 mesh = self.mesh
                 place = (shape, mesh.layout, mesh.coords, seed, wide, mesh.device)
                 whole = initial_values(name, self.table[name], *place).flatten()
-                if not bucket.cuts_parameters:
-                    bucket.parameters[offset : offset + len(whole)].copy_(whole)
-                for segment in (each for each in bucket.updated_segments if each.name == name):
-                    master = bucket.master[segment.offset :][: segment.stop - segment.start]
-                    master.copy_(whole[segment.start : segment.stop])
+                for tensor, segments in kept:
+                    for segment in (each for each in segments if each.name == name):
+                        part = whole[segment.start : segment.stop]
+                        tensor[segment.offset :][: len(part)].copy_(part)
             bucket.publish_masters()

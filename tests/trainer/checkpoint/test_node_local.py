@@ -45,12 +45,20 @@ def test_a_replica_that_cannot_be_reached_is_told_once_a_node(
 
 
 @pytest.mark.parametrize(
-    ("saved", "counts"), [({"pipeline_layout": "7,5"}, True), ({"pipeline_layout": "9,3"}, False), ({}, False)]
+    ("saved", "counts"),
+    [
+        ({"pipeline_layout": "7,5"}, True),
+        ({"pipeline_layout": "9,3"}, False),
+        ({}, False),
+        ({"pipeline_layout": "7,5", "bucket_mib": 16}, False),
+        ({"pipeline_layout": "7,5", "dp_shard": 1, "zero_whole_kib": 0}, False),
+        ({"pipeline_layout": "7,5", "dp_shard": 0, "zero_whole_kib": 0}, True),
+    ],
 )
-def test_a_step_of_another_cut_into_stages_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, saved: dict[str, str], counts: bool
+def test_a_step_that_other_ranks_own_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, saved: dict[str, Any], counts: bool
 ) -> None:
-    """A rank would look for layers that another node has."""
+    """A rank would look for layers, or for parts of buckets, that another node has."""
     config = replace(Config(), parallel=ParallelConfig(pp=2, dp=2, pipeline_layout="7,5"))
     root = SimpleNamespace(
         share=SimpleNamespace(first=2, count=2, of=4), layout=layout_of(config), attempt="a",

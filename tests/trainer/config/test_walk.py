@@ -81,6 +81,15 @@ def test_all_faults_are_reported_together() -> None:
             {"parallel": {"zero_whole_kib": 0}},
             "parallel.zero_whole_kib needs parallel.zero_stage = 2 or 3, which is 1: --parallel.zero-stage 2",
         ),
+        (
+            {"parallel": {"dp_shard": 1}},
+            "parallel.dp_shard needs parallel.zero_stage = 2 or 3, which is 1: --parallel.zero-stage 2",
+        ),
+        (
+            {"parallel": {"dp_shard": "many"}},
+            "parallel.dp_shard: must be a whole number of at least 0, or auto, got 'many'",
+        ),
+        ({"parallel": {"dp_shard": -1}}, "parallel.dp_shard: must be at least 0, got -1"),
         ({"model": {"hidden_size": 250}}, "model.hidden_size 250 is not a multiple of model.num_heads 4"),
         ({"model": {"hidden_size": 12}}, "model.position rope needs an even head size, got hidden_size 12"),
         ({"model": {"num_kv_heads": 3}}, "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),

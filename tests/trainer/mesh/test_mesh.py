@@ -21,7 +21,7 @@ from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group, Network
-from trainer.mesh.layout import GROUPS, Axis, groups_needed, holders
+from trainer.mesh.layout import GROUPS, Axis, groups_needed, holders, nested
 from trainer.mesh.mesh import ProcessMesh
 from trainer.mesh.processes import Channel
 from trainer.store.parameter import Parameter
@@ -104,11 +104,13 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     return ParallelLayout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, etp=etp)
 
 
-@given(layout=layouts())
-def test_groups_are_the_ranks_that_share_coordinates(layout: ParallelLayout) -> None:
+@given(layout=layouts(), data=st.data())
+def test_groups_are_the_ranks_that_share_coordinates(layout: ParallelLayout, data: st.DataObject) -> None:
     tp, dp, pp = layout.tp, layout.dp, layout.pp
     places = {rank: layout.coords(rank) for rank in range(layout.world_size)}
     ends = {0, pp - 1}
+    dp_shard = data.draw(st.sampled_from([0, *(size for size in range(1, dp + 1) if dp % size == 0)]))
+    size = dp_shard or dp
 
     def lent(at: Coords) -> tuple[int, object]:
         """The place of a rank among those that ep borrows, in whose order neighbours differ along it; and the rest."""
@@ -127,8 +129,13 @@ def test_groups_are_the_ranks_that_share_coordinates(layout: ParallelLayout) -> 
         "ep": lambda at: (lent(at)[0] // layout.ep, lent(at)[1]),
         "edp": lambda at: (lent(at)[0] % layout.ep, lent(at)[1]),
         "tp.edp": lambda at: (lent(at)[0] % layout.ep, at.pp),
+        "shard": lambda at: (at.tp, at.cp, at.dp // size, at.pp),
+        "cp.shard": lambda at: (at.tp, at.dp // size, at.pp),
+        "tp.cp.shard": lambda at: (at.dp // size, at.pp),
+        "kv.cp.shard": lambda at: (at.tp, at.dp // size, at.pp),
+        "replica": lambda at: (at.tp, at.cp, at.dp % size, at.pp),
     }
-    needed = groups_needed(layout)
+    needed = groups_needed(layout, dp_shard=dp_shard)
     for name, key in equal.items():
         expected: dict[Any, list[int]] = {}
         for rank, at in places.items():
@@ -146,6 +153,36 @@ def test_groups_are_the_ranks_that_share_coordinates(layout: ParallelLayout) -> 
     assert len(set(back)) == len(back) == (tp * layout.cp * dp if pp > 1 else 0)
     for first, last in back:
         assert (places[first].pp, replace(places[first], pp=pp - 1)) == (0, places[last])
+
+
+@given(layout=layouts(), data=st.data())
+def test_shard_groups_and_their_replicas_are_the_holders(layout: ParallelLayout, data: st.DataObject) -> None:
+    """Each holder is in one shard group and one group of replicas, whose places are those of one rank."""
+    sizes = [size for size in range(1, layout.dp + 1) if layout.dp % size == 0]
+    kv_replicas = data.draw(st.sampled_from([size for size in (1, 2) if layout.tp % size == 0]))
+    needed = groups_needed(layout, kv_replicas, data.draw(st.sampled_from(sizes)))
+    for name, axes in GROUPS.items():
+        inner, outer = nested(axes)
+        if not outer:
+            assert (inner, Axis.DP in axes) == (axes, Axis.ENDS in axes)
+            continue
+        assert {*inner} - {*axes} == {Axis.SHARD}
+        for ranks in needed[name]:
+            inside = [group for group in needed[".".join(inner)] if {*group} & {*ranks}]
+            across = [group for group in needed[".".join(outer)] if {*group} & {*ranks}]
+            assert sorted(rank for group in inside for rank in group) == sorted(ranks)
+            assert sorted(rank for group in across for rank in group) == sorted(ranks)
+            assert all(len({*one} & {*other}) == 1 for one in inside for other in across)
+            assert all(
+                len({group.index(rank) for rank in each for group in inside if rank in group}) == 1 for each in across
+            )
+
+
+def test_a_shard_group_is_of_neighbours() -> None:
+    needed = groups_needed(ParallelLayout(tp=2, dp=4), dp_shard=2)
+    assert needed["tp.cp.shard"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert needed["cp.shard"] == needed["shard"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert needed["replica"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_neighbours_hold_the_same_key_value_heads() -> None:

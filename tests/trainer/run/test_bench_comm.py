@@ -5,9 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.training import call
-from trainer.run.bench_comm import Row, bus_factor
+from trainer.mesh.mesh import ProcessMesh
+from trainer.run.bench_comm import Row, bus_factor, calls
+from trainer.run.stage_times import Nobody
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
@@ -42,6 +46,13 @@ def test_every_group_of_a_layout_is_timed() -> None:
     assert found == each * 2
     assert {row["num_bytes"] for row in rows} == {104857, 1048576}
     assert all(row["seconds"] > 0 and row["bus_bytes_per_s"] > 0 for row in rows)
+
+
+def test_shard_groups_and_their_replicas_are_timed() -> None:
+    layout, cpu = ParallelLayout(tp=2, dp=4), torch.device("cpu")
+    for dp_shard, names in ((2, ["tp", "dp", "shard", "replica", "world"]), (0, ["tp", "dp", "world"])):
+        mesh = ProcessMesh(layout, 5, cpu, timeout_s=60, dp_shard=dp_shard, network=Nobody(8))
+        assert [*dict.fromkeys(name for _, name, _, _ in calls(mesh, 64))] == names
 
 
 @pytest.mark.slow

@@ -71,7 +71,26 @@ def test_a_batch_that_does_not_fit_the_ranks_is_led_to_one_that_does(
     assert call(*command, way[1], way[2]) == 0
 
 
-@pytest.mark.parametrize(("dp", "says"), [(1, "ZeRO stage 3 (cuts nothing: dp is 1)"), (2, "ZeRO stage 3\n")])
-def test_a_stage_that_cuts_nothing_says_so(job_config: Path, capsys: Capture, dp: int, says: str) -> None:
-    assert call("train", job_config, "--dry-run", "--zero-stage", 3, "--dp", dp) == 0
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--dp", 1], "ZeRO stage 3 (cuts nothing: dp is 1)"),
+        (["--dp", 2], "ZeRO stage 3\n"),
+        (["--dp", 2, "--dp-shard", "auto"], "ZeRO stage 3\n"),
+        (["--dp", 2, "--dp-shard", 2], "ZeRO stage 3\n"),
+        (["--dp", 4, "--dp-shard", 2], "ZeRO stage 3 in 2 groups of 2 along dp\n"),
+        (["--dp", 4, "--dp-shard", 1], "ZeRO stage 3 (cuts what stage 1 does: dp_shard is 1)"),
+    ],
+)
+def test_what_a_stage_cuts(job_config: Path, capsys: Capture, flags: list[object], says: str) -> None:
+    assert call("train", job_config, "--dry-run", "--zero-stage", 3, *flags) == 0
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dp", "shard", "way"), [(4, 3, 2), (4, 9, 4), (3, 2, 1)])
+def test_shard_groups_that_do_not_divide_dp(job_config: Path, capsys: Capture, dp: int, shard: int, way: int) -> None:
+    command = ["train", job_config, "--dry-run", "--zero-stage", 3, "--dp", dp, "--global-batch-size", 4 * dp]
+    assert call(*command, "--dp-shard", shard) == 2
+    text = f"parallel.dp_shard {shard} does not divide the {dp} ranks of dp: --dp-shard {way}\n"
+    assert text in capsys.readouterr().err
+    assert call(*command, "--dp-shard", way) == 0

@@ -88,6 +88,7 @@ def addresses(rank: int, config: Config, *, network: Network) -> list[list[tuple
     ("model", "layout", "options"),
     [
         ("llama", "dp2", {"reshard_after_forward": "on"}),
+        ("llama", "dp4", {"reshard_after_forward": "on", "dp_shard": 2}),
         *(
             pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.ci])
             for case in (

@@ -59,6 +59,7 @@ class Fault:
     model: dict[str, Any] = field(default_factory=dict)
     cuts_tokens: bool = False
     schedule: str = "1f1b"
+    dp_shard: int = 0
     num_parts: int = 1  # in which cut tokens are transferred
     micro_batch_size: int = 1
     documents: bool = False  # attention stays in them

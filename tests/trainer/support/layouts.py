@@ -23,6 +23,10 @@ def layouts(max_ranks: int) -> st.SearchStrategy[ParallelLayout]:
     return st.sampled_from([layout for layout in LAYOUTS if 1 < layout.world_size <= max_ranks])
 
 
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 @st.composite
 def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Config:
     """A run of float64 on a CPU that has no fault."""
@@ -68,6 +72,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
             pipeline_layout=draw(st.sampled_from(["even", "cost", ",".join(map(str, by_hand))])),
             zero_stage=zero_stage, bucket_mib=draw(st.sampled_from([0, 1])),
             zero_whole_kib=draw(st.sampled_from([0, 1])) if zero_stage > 1 else 1024,
+            dp_shard=draw(st.sampled_from([0, *divisors(layout.dp)])) if zero_stage > 1 else 0,
             reshard_after_forward=draw(st.sampled_from(["auto", "on", "off"])) if zero_stage == 3 else "auto",
         ),
         # with an eps of 1e-8 gradients that are 0 but for rounding would move weights by 1e-9

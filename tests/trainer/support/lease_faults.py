@@ -69,5 +69,5 @@ LEASE_FAULTS = [
           wrapping(bucket, "add_or_write", added_always), 2),
     Fault("memory is leased again before its sum has ended", DP, wrapping(Lease, "settle", lambda real, self: None), 2),
     Fault("a matrix that two stages hold is cut", ParallelLayout(pp=2, dp=2),
-          wrapping(BucketPlan, "is_cut", lambda real, self, num_holders, whole_bytes: num_holders > 1), 3),
+          wrapping(BucketPlan, "is_cut", lambda real, self, num_holders, *others: num_holders > 1), 3),
 ]  # fmt: skip

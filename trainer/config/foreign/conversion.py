@@ -80,8 +80,9 @@ class Conversion:
             "the command line", [(set(), text) for text in both.faults if text.endswith(NEEDS_VALUE)], hint=CORRECT
         )
         faults: list[Fault] = []
-        settings = complete({}, with_batch(read_by(parser, both), launch), faults)
-        given = frozenset(complete({}, read_by(parser, alone), []))
+        num_ranks = launch.get("processes", 0) * launch.get("nodes", 1)
+        settings = complete({}, with_batch(read_by(parser, both), launch), faults, num_ranks)
+        given = frozenset(complete({}, read_by(parser, alone), [], num_ranks))
         settings = without_idle(with_width(settings), given, both.faults)
         both.faults += [text for names, text in faults if names]  # of what is there, and is to be converted
         faults = [fault for fault in faults if not fault[0]]

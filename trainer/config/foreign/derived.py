@@ -7,6 +7,7 @@ far and the flag's text, and returns the options that it sets; ValueError says w
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,21 @@ class NotConverted(ValueError):
         self.options = options
 
 
-def complete(tables: Mapping[str, Any], overrides: Settings, faults: list[Fault]) -> dict[str, FlagText]:
-    """Return settings with what their marked ones set; faults of these go into `faults`."""
+def complete(
+    tables: Mapping[str, Any], overrides: Settings, faults: list[Fault], world_size: int = 0
+) -> dict[str, FlagText]:
+    """Return settings with what their marked ones set; faults of these go into `faults`.
+
+    They see the ranks of dp that a world of `world_size` leaves, where no option says how many.
+    """
     settings = {name: text for name, text in overrides.items() if not name.startswith(MARK)}
     for name, work_out in FUNCTIONS.items():  # in this order: later ones see what earlier ones set
         text = overrides.get(MARK + name)
         if text is None:
             continue
         draft = walk(Config, merge(tables, settings), [])
+        left_over = world_size // (draft.parallel.tp * draft.parallel.pp)
+        draft = replace(draft, parallel=replace(draft.parallel, dp=draft.parallel.dp or left_over))
         try:
             options = work_out(draft, text)
         except ValueError as error:
@@ -126,6 +134,26 @@ def virtual_stages(config: Config, text: FlagText) -> dict[str, str]:
     if not size or layers % (size * pp):
         raise ValueError(f"{layers} layers on --pp {pp} are not cut into stages of {text.text}: --vpp 1")
     return {"parallel.virtual_stages": str(layers // (size * pp))}
+
+
+def replicas(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the shard groups that are so many replicas: those of the size that is asked for, or of all ranks of dp."""
+    number, dp, size = whole(text, "replicas"), config.parallel.dp, config.parallel.dp_shard
+    if number < 2:
+        return {}
+    if size:
+        return {"parallel.dp": str(number * size), "parallel.zero_stage": "3"}
+    if not dp or dp % number:
+        raise ValueError(f"{number} does not divide the {dp} ranks of dp, or it is not said how many: --dp {number}")
+    return {"parallel.dp_shard": str(dp // number), "parallel.zero_stage": "3"}
+
+
+def optimizer_instances(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the shard groups that are so many instances, where more than optimizer states are cut."""
+    if config.parallel.zero_stage < 2:
+        return {}
+    found = replicas(replace(config, parallel=replace(config.parallel, dp_shard=0)), text)
+    return {name: value for name, value in found.items() if name == "parallel.dp_shard"}
 
 
 MADE_AGAIN = {  # what Megatron calls modules, and what they are here; the softmax of core_attn is never kept here
@@ -226,6 +254,8 @@ FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     "window_pattern": window_pattern,
     "layers_per_virtual_stage": virtual_stages,
     "llama3_scaling": llama3_scaling,
+    "replicas": replicas,
+    "optimizer_instances": optimizer_instances,
     "recompute_modules": recompute_modules,
     "selective": selective,
     "uniform": uniform,

@@ -35,6 +35,21 @@ MISSING = {
 }
 
 
+REPLICAS, SHARD = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
+SHARD_GROUPS = {
+    f"{REPLICAS} 2 {SHARD} 4": {"dp": 8, "dp_shard": 4, "zero_stage": 3},
+    f"{SHARD} 4 {REPLICAS} 1": {"dp": 4, "dp_shard": 0, "zero_stage": 3},
+    f"{SHARD} 1 {REPLICAS} 4": {"dp": 4, "dp_shard": 1, "zero_stage": 3},
+    f"{REPLICAS} 2 --dp 8": {"dp": 8, "dp_shard": 4, "zero_stage": 3},
+    "--num-distributed-optimizer-instances 2 --dp 8": {"dp": 8, "dp_shard": 0, "zero_stage": 1},
+    "--num-distributed-optimizer-instances 2 --dp 8 --data-parallel-sharding-strategy optim_grads": {
+        "dp": 8,
+        "dp_shard": 4,
+        "zero_stage": 2,
+    },
+}
+
+
 def parsed(*words: str) -> tuple[str, Config]:
     """The positional CONFIG of a command line, and its configuration without a file."""
     arguments = build_parser().parse_args(["train", *words])
@@ -180,6 +195,11 @@ def test_a_fault_in_a_value_names_the_flag_as_it_was_typed() -> None:
             2,
         ),
         ("--activation-checkpoint.mode selective", "train.recompute", "selective"),
+        *(
+            (f"{words} --global-batch-size 32 --micro-batch-size 1", f"parallel.{option}", value)
+            for words, options in SHARD_GROUPS.items()
+            for option, value in options.items()
+        ),
         ("--use-rope-scaling", "model.rope_factor", 8.0),
         ("--rope-scaling-factor 32 --use-rope-scaling", "model.rope_factor", 32.0),
         ("--data-path 0.3 a 0.7 b", "data.stores", ("a", "b")),
@@ -296,3 +316,11 @@ def test_a_window_of_megatron_is_one_token_longer_here(words: list[str], expecte
 def test_a_window_that_is_not_to_be_had_is_answered(words: list[str], part: str) -> None:
     with pytest.raises(UserError, match=re.escape(part)):
         parsed("run.toml", "--num-layers", "6", *words)
+
+
+def test_replicas_are_of_the_ranks_that_were_started() -> None:
+    arguments = build_parser().parse_args(["train", "run.toml", "--tp", "2", REPLICAS, "2", SHARD, "-1"])
+    parallel = load_config(None, settings_of(arguments), world_size=16).parallel
+    assert (parallel.dp, parallel.dp_shard, parallel.zero_stage) == (8, 4, 3)
+    with pytest.raises(UserError, match=r"degree: 3 does not divide the 4 ranks of dp, .* --dp 3"):
+        parsed("run.toml", REPLICAS, "3", "--dp", "4")
