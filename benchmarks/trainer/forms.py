@@ -12,7 +12,7 @@ import statistics
 from typing import get_args, get_type_hints
 
 import torch
-from step import engine_and_batch, seconds
+from step import configured, engine_and_batch, seconds
 
 from benchmarks.record import add_option
 from threefold.cli import Parser, run
@@ -37,7 +37,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for model in arguments.models:
         times: dict[tuple[str, str], list[float]] = {}
-        engine, batch = engine_and_batch(model, SAMPLES[model], SAMPLES[model])
+        engine, batch = engine_and_batch(configured(model, SAMPLES[model], SAMPLES[model]))
         for _ in range(arguments.rounds):
             for op, form in [("all", "csrc"), *forms(model)]:
                 engine.choices.forms = OpsConfig() if op == "all" else dataclasses.replace(OpsConfig(), **{op: form})

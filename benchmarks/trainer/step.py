@@ -9,7 +9,6 @@ For a peer, run it on the same GPU before and after.
 """
 
 import argparse
-import os
 import re
 import statistics
 import time
@@ -23,15 +22,18 @@ import torch
 
 from benchmarks.record import add_option
 from threefold.cli import Parser, run
+from trainer.commands.shared import world_size
+from trainer.config import Config
 from trainer.config.walk import config_from, read_toml
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import mesh_of
 from trainer.model.microbatch import Batch
+from trainer.run.queues import ranks_of
 
 HERE = Path(__file__).parent
 WARMUP_STEPS = 4
-LAYOUT = ("tp", "pp", "dp", "tp_overlap_parts", "virtual_stages", "schedule")
+LAYOUT = ("tp", "pp", "dp", "tp_overlap_parts", "virtual_stages", "schedule", "zero_stage", "dp_shard")
 KINDS = {  # the first whose pattern is in a kernel's name
     "transfers": r"nccl",
     "attention": r"cudnn|flash|fmha",
@@ -56,6 +58,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=1, help=f"parallel.{name.replace('-', '_')}")
     parser.add_argument("--vpp", type=int, default=1, dest="virtual_stages", help="parallel.virtual_stages")
     parser.add_argument("--schedule", default="1f1b", help="parallel.schedule")
+    parser.add_argument("--zero-stage", type=int, default=1, help="parallel.zero_stage")
+    parser.add_argument("--dp-shard", type=int, default=0, help="parallel.dp_shard")
     parser.add_argument("--trace", metavar="FILE", help="write the profile of the first rank there")
     add_option(parser)
     parser.set_defaults(handler=benchmark)
@@ -64,12 +68,12 @@ def main() -> int:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Time steps, then profile one."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a run that cuts tokens has it
     parallel = {name: getattr(arguments, name) for name in LAYOUT}
-    with Ranks("auto", timeout_s=600.0) as ranks:
-        engine, batch = engine_and_batch(
-            arguments.model, arguments.micro_batch_size, arguments.global_batch_size, ranks, parallel
-        )
+    config = configured(
+        arguments.model, arguments.micro_batch_size, arguments.global_batch_size, parallel, world_size()
+    )
+    with ranks_of(config) as ranks:
+        engine, batch = engine_and_batch(config, ranks)
         median = statistics.median(seconds(engine, batch, arguments.steps)[WARMUP_STEPS:])
         on_gpu = ranks.device.type == "cuda"
         kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -90,16 +94,19 @@ def benchmark(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def engine_and_batch(
-    model: str, micro_batch_size: int, global_batch_size: int, ranks: Ranks | None = None,
-    parallel: Mapping[str, Any] = {},
-) -> tuple[Engine, Batch]:  # fmt: skip
-    """Return a model of this folder with drawn state, on one GPU or this rank's, and random tokens for a step."""
+def configured(
+    model: str, micro_batch_size: int, global_batch_size: int, parallel: Mapping[str, Any] = {}, num_ranks: int = 1
+) -> Config:
+    """Return the configuration of a model of this folder, or of a file."""
     own = HERE / f"{model}.toml"
     tables = read_toml(str(own if own.exists() else model))
     sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
     tables = tables | {"train": tables["train"] | sizes, "parallel": dict(parallel)}
-    config = config_from(tables, source=model, world_size=1 if ranks is None else ranks.world_size)
+    return config_from(tables, source=model, world_size=num_ranks)
+
+
+def engine_and_batch(config: Config, ranks: Ranks | None = None) -> tuple[Engine, Batch]:
+    """Return a model with drawn state, on one GPU or this rank's, and random tokens for a step."""
     device = torch.device("cuda", 0) if ranks is None else ranks.device
     engine = Engine(config, mesh_of(config, 0 if ranks is None else ranks.rank, device))
     engine.initialise()

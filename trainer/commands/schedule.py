@@ -103,10 +103,10 @@ def measure(config: "Config | None") -> dict[tuple[str, int], float]:
     """Return the times of the run's passes on this machine, and print them."""
     if config is None:
         raise UserError("--measure times the stages of a run", hint="trainer schedule CONFIG.toml --measure")
-    from trainer.job.ranks import Ranks
+    from trainer.run.queues import ranks_of
     from trainer.run.stage_times import stage_times
 
-    with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
+    with ranks_of(config) as ranks:
         times = stage_times(config, ranks.device)
     for stage in sorted({stage for _, stage in times}):
         parts = (f"{kind} {times[kind, stage] * 1e3:.3g} ms" for kind in ("F", "B", "W"))

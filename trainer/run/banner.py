@@ -12,6 +12,7 @@ from trainer.config.resolve import cuts_tokens, layer_windows, longest_row, row_
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
+from trainer.run.queues import queues_text
 
 
 def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:
@@ -58,6 +59,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ("data", f"{sum(stored.values()):,} tokens in {', '.join(stored)}"),
         *(("fetched", line) for line in blend.notes),
         ("device", f"{device_name(device)}, {train.precision}"),
+        *(("queues", text) for text in [queues_text(config, device)] if text),
     ]
     return facts + kept(tiers, config.checkpoint)
 

@@ -11,16 +11,16 @@ from datakit import HostBatch
 from trainer.config import Config
 from trainer.data import Int64s, harmless, open_valid_blend, spoilt, to_device, token_fault, with_vocabulary
 from trainer.engine import Engine
-from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.microbatch import Batch
 from trainer.run.inference import Checkpoint, TrainedModel
+from trainer.run.queues import ranks_of
 
 
 def evaluate_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return loss and perplexity of a checkpoint on the validation set, and which step it was."""
     config = checkpoint.config
-    with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
+    with ranks_of(config) as ranks:
         ranks.on_all(lambda: with_vocabulary(config))
         model = TrainedModel(checkpoint, ranks)
         evaluation = ranks.on_all(lambda: Evaluation(config, model.engine, model.mesh, ranks.say))

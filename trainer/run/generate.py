@@ -7,8 +7,8 @@ import torch
 from ckptkit import HfFolder
 from datakit import Tokenizer, open_tokenizer, store_tokenizer
 from threefold.errors import UserError
-from trainer.job.ranks import Ranks
 from trainer.run.inference import Checkpoint, TrainedModel
+from trainer.run.queues import ranks_of
 
 
 def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, temperature: float) -> str:
@@ -24,7 +24,7 @@ def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, tempe
     tokens: list[int] = tokenizer.encode_batch([prompt])[0].tolist()
     if not tokens:
         raise UserError("the prompt holds no token", hint="--prompt 'Once upon a time'")
-    with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
+    with ranks_of(config) as ranks:
         engine = TrainedModel(checkpoint, ranks).engine
 
         def logits_of(window: list[int]) -> torch.Tensor:

@@ -18,7 +18,6 @@ from trainer.checkpoint.progress import Progress, Validation
 from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens
 from trainer.data import StepReader, open_blend, open_loader, token_fault, with_vocabulary
 from trainer.engine import Engine
 from trainer.job.failure import code_of_rank
@@ -34,6 +33,7 @@ from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
 from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
+from trainer.run.queues import ranks_of
 from trainer.run.started import Intake, Started, peak_memory_gib
 from trainer.run.stop import StopRequest, cause_of, exit_code
 from trainer.verdict import Outcome, StepStats
@@ -48,13 +48,10 @@ def train(config: Config) -> int:
     max_time_s = config.train.max_time_s
     if config.train.deterministic:
         make_deterministic()
-    if cuts_tokens(config):
-        # CUDA starts what is enqueued in one order: else the product beside a transfer takes the whole GPU before it
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    speaks, timeout_s = os.environ.get("RANK", "0") == "0", config.parallel.timeout_s
+    speaks = os.environ.get("RANK", "0") == "0"
     with (
         StopRequest(speaks=speaks, max_time_s=max_time_s) as stop,
-        Ranks(config.train.device, timeout_s=timeout_s) as ranks,
+        ranks_of(config) as ranks,
     ):
         run = Run(ranks.on_all(lambda: completed(config)), ranks, stop)
         with run.saving_at_faults():
