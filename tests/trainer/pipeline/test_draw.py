@@ -87,9 +87,16 @@ def test_the_verb_takes_a_run_and_flags_win(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
 
 
-@pytest.mark.parametrize("flags", [[], ["--vpp", 1, "--schedule", "1f1b"]])
-def test_the_verb_times_the_stages_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list) -> None:
-    assert call("schedule", write_run(tmp_path), "--measure", *flags) == 0
+SHARDED = "dp = 6\nzero_stage = 3\ndp_shard = 3\nzero_whole_kib = 0\n"
+
+
+@pytest.mark.parametrize(("parallel", "flags"), [("", []), ("", ["--vpp", 1, "--schedule", "1f1b"]), (SHARDED, [])])
+def test_the_verb_times_the_stages_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: str, flags: list
+) -> None:
+    run = write_run(tmp_path)
+    run.write_text(run.read_text() + parallel)
+    assert call("schedule", run, "--measure", *flags) == 0
     said = capsys.readouterr()
     found = re.findall(r"^stage (\d): F (.*) ms, B (.*) ms, W (.*) ms$", said.err, re.MULTILINE)
     assert [int(stage) for stage, *_ in found] == list(range(2 if flags else 4))
