@@ -125,7 +125,8 @@ class Engine:
         )
         count = batch.loss_mask.sum(dtype=torch.float64)
         counts_here = mesh.coords.pp == mesh.layout.pp - 1 and mesh.coords.tp == 0
-        total_loss, num_tokens = mesh.world.all_reduce(torch.stack([loss, count]) * float(counts_here)).tolist()
+        share = torch.stack([loss, count * (mesh.cp.index == 0)])  # of its own tokens, and of all of its samples'
+        total_loss, num_tokens = mesh.world.all_reduce(share * float(counts_here)).tolist()
         return total_loss, num_tokens
 
     @torch.no_grad()
@@ -175,5 +176,5 @@ class Engine:
             arrays = tokens, labels, positions, loss_mask
             runs = (range(first, first + len(tokens)),)
             whole = MicroBatch(*arrays, seq_length, runs, key, scale, documents=documents)
-            microbatches.append(whole.cut(share_of(runs, self.mesh.coords.cp, self.mesh.layout.cp)))
+            microbatches.append(whole.part(share_of(runs, self.mesh.cp.index, self.mesh.cp.size)))
         return microbatches

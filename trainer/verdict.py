@@ -29,7 +29,8 @@ class Outcome(IntEnum):
 class StepStats:
     """One step, in global terms, and this rank's waits.
 
-    `comm_s` is that in collectives, `comm_tp_s` and `comm_dp_s` parts of it, `bubble_s` that for pipeline neighbours.
+    `comm_s` is that in collectives, `comm_tp_s`, `comm_cp_s` and `comm_dp_s` parts of it, `bubble_s` that for
+    pipeline neighbours.
     """
 
     loss: float  # of a token, over the global batch
@@ -38,6 +39,7 @@ class StepStats:
     num_tokens: int  # unmasked tokens of the global batch
     comm_s: float  # waits in all collectives
     comm_tp_s: float  # those along tp among them
+    comm_cp_s: float  # those along cp alone among them: the exchanges of attention
     comm_dp_s: float  # those along dp among them
     bubble_s: float  # waits for pipeline neighbours
     outcome: Outcome = Outcome.COUNTS
@@ -73,11 +75,13 @@ class PendingStats:
             )
         self._note(int(voids))
         waits = self._waits()
-        tp_s, dp_s, world_s, bubble_s = (
-            waits.get(cause, 0.0) for cause in ("comm_tp", "comm_dp", "comm_world", "bubble")
+        comms = [waits.get(f"comm_{cause}", 0.0) for cause in ("tp", "cp", "dp", "world")]
+        tp_s, cp_s, dp_s, _ = comms
+        waited = {"comm_s": sum(comms), "comm_tp_s": tp_s, "comm_cp_s": cp_s, "comm_dp_s": dp_s}
+        outcome, bubble_s = Outcome(int(outcome)), waits.get("bubble", 0.0)
+        return StepStats(
+            loss, norm, self._lr, int(num_tokens), **waited, bubble_s=bubble_s, outcome=outcome, voids=int(voids)
         )
-        comm_s, how = tp_s + dp_s + world_s, Outcome(int(outcome))
-        return StepStats(loss, norm, self._lr, int(num_tokens), comm_s, tp_s, dp_s, bubble_s, how, int(voids))
 
 
 class Verdict:

@@ -20,7 +20,7 @@ QUICK = [("llama", "pp2")]
 RUNS = [*QUICK, *(
     pytest.param(model, layout, marks=pytest.mark.slow)
     for model in ("llama", "gpt2")
-    for layout in ("tp1", "pp2", "tp2-pp3", "dp2-pp2", "tp2-dp2")
+    for layout in ("tp1", "pp2", "tp2-pp3", "dp2-pp2", "tp2-dp2", "cp2-pp2")
     if (model, layout) not in QUICK
 )]  # fmt: skip
 
@@ -106,7 +106,7 @@ def sharded(config: Config, zero_stage: Any, **parallel: Any) -> Config:
 SLOW_SHARDED = [
     (model, layout)
     for model in ("llama", "gpt2")
-    for layout in ("dp2", "dp4", "tp2-dp2", "dp2-pp2", "dp2-pp2-virtual2")
+    for layout in ("dp2", "dp4", "tp2-dp2", "dp2-pp2", "dp2-pp2-virtual2", "cp2-pp2")
     if (model, layout) != ("llama", "dp2")
 ]
 SHARDED = [("llama", "dp2"), *(pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.ci)) for case in SLOW_SHARDED)]

@@ -8,6 +8,7 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import Different, require_equal
+from tests.trainer.support.context_faults import CONTEXT_FAULTS, CP
 from tests.trainer.support.experts import compare_experts
 from tests.trainer.support.faults import DP, FAULTS, GROUPS, PP, TP, Fault
 from tests.trainer.support.global_state import assembled, copied
@@ -39,6 +40,7 @@ from trainer.model.microbatch import Batch
 ALL_FAULTS = [
     *FAULTS,
     *TOKEN_FAULTS,
+    *CONTEXT_FAULTS,
     *HOLDER_FAULTS,
     *PASS_FAULTS,
     *LEASE_FAULTS,
@@ -59,7 +61,8 @@ def config_of(fault: Fault) -> Config:
     config = Config(
         model=replace(MODEL, **fault.model),
         parallel=ParallelConfig(
-            tp=layout.tp, pp=layout.pp, dp=layout.dp, virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
+            tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp,
+            virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
             schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
             zero_whole_kib=0, dp_shard=fault.dp_shard, sequence_parallel="on" if fault.cuts_tokens else "off",
         ),
@@ -132,6 +135,8 @@ def test_parity_fails_if(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
         (DP, 2, 0),
         (DP, 3, 0),
         (ParallelLayout(pp=2, dp=2), 3, 0),
+        (CP, 1, 0),
+        (ParallelLayout(tp=2, cp=2), 3, 1),
         (None, 1, 0),
     ],
 )

@@ -14,7 +14,7 @@ from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 
-OF_64 = st.sampled_from([ParallelLayout(tp=4, pp=4, dp=4), ParallelLayout(tp=2, pp=4, dp=8)])
+OF_64 = st.sampled_from([ParallelLayout(tp=4, pp=4, dp=4), ParallelLayout(tp=2, cp=4, pp=2, dp=4)])
 examples = settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
 
 

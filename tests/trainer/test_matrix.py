@@ -33,6 +33,10 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("tp2-pp2-virtual2", IN_PARTS | {"schedule": "zb-h1"}),
     ("pp2-virtual2", {"pipeline_layout": "3,1,2,1"}),
     ("dp2-pp2", {"schedule": "zb-h1", "pipeline_layout": "5,2", "zero_stage": 0}),
+    ("cp2-pp2", {"schedule": "zb-h1"}),
+    ("tp2-cp2-pp2-virtual2", IN_PARTS | {"zero_stage": 3, "zero_whole_kib": 0}),
+    ("cp4-dp2", {"zero_stage": 2, "zero_whole_kib": 0}),
+    ("cp2-dp2", {"zero_stage": 0}),
 ]
 QUICK = [("llama", 0), ("gpt2", 2), ("llama", 7), ("gpt2", 8)]  # the others are slow together
 CASES = [

@@ -20,8 +20,9 @@ def f64(*values: float) -> Tensor:
 
 
 def read(verdict: Verdict) -> tuple[float, float, int]:
-    stats = PendingStats(verdict.numbers, 0.5, lambda: {"comm_tp": 2.0, "comm_world": 1.0}).read()
-    assert (stats.lr, stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s) == (0.5, 3.0, 2.0, 0.0, 0.0)
+    stats = PendingStats(verdict.numbers, 0.5, lambda: {"comm_tp": 2.0, "comm_cp": 0.5, "comm_world": 1.0}).read()
+    assert (stats.lr, stats.comm_s, stats.comm_tp_s, stats.comm_cp_s) == (0.5, 3.5, 2.0, 0.5)
+    assert (stats.comm_dp_s, stats.bubble_s) == (0.0, 0.0)
     return stats.loss, stats.grad_norm, stats.num_tokens
 
 

@@ -14,7 +14,7 @@ from ckptkit import Root
 from threefold.options import Fault, leaves, walk
 from trainer.checkpoint.progress import environment
 from trainer.config import Config
-from trainer.config.resolve import resolve, settled
+from trainer.config.resolve import ranks_a_sample, resolve, settled
 from trainer.store.lr import learning_rate
 
 
@@ -27,8 +27,7 @@ def recorded_config(root: Root) -> Config:
     if config.data.valid.orders_copies is None and (has_orders or "cursor" not in root.metadata):
         valid = dataclasses.replace(config.data.valid, orders_copies=True)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, valid=valid))
-    parallel = config.parallel
-    return resolve(config, parallel.tp * parallel.pp * max(parallel.dp, 1))
+    return resolve(config, ranks_a_sample(config) * max(config.parallel.dp, 1))
 
 
 def changes_of_run(root: Root, before: Config, now: Config, device: torch.device) -> list[str]:

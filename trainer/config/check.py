@@ -8,7 +8,15 @@ from threefold.errors import UserError
 from threefold.needs import unmet
 from threefold.options import Fault
 from trainer.config import Config, OptimConfig
-from trainer.config.resolve import cuts_tokens, layer_windows, layers_by_hand, longest_row, row_lengths, tiers_of
+from trainer.config.resolve import (
+    cuts_tokens,
+    layer_windows,
+    layers_by_hand,
+    longest_row,
+    ranks_a_sample,
+    row_lengths,
+    tiers_of,
+)
 from trainer.config.train import NO_WINDOW
 
 
@@ -17,6 +25,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
     return [
         *model_faults(config),
         *cut_faults(config),
+        *context_faults(config),
         *stage_faults(config),
         *recompute_faults(config),
         *layout_faults(config, world_size),
@@ -82,6 +91,25 @@ def cut_faults(config: Config) -> Iterator[Fault]:
         yield names, f"{text}: {cut}: --tp-overlap-parts 1"
 
 
+def context_faults(config: Config) -> Iterator[Fault]:
+    """Yield the first fault in the cut of rows by cp."""
+    model, tp, cp, lengths = config.model, config.parallel.tp, config.parallel.cp, row_lengths(config)
+    heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
+
+    def cuts_heads(cp: int) -> bool:
+        return not heads % (tp * cp) and not (kv_heads % (tp * cp) and tp * cp % kv_heads)
+
+    if odd := [length for length in lengths if length % cp]:
+        name = "train.seq_length" if odd[0] == lengths[0] else "a seq_length of data.mixture,"
+        text = f"{name} {odd[0]} is not a multiple of parallel.cp {cp}, which cuts rows: --cp {math.gcd(cp, *lengths)}"
+        yield {"train.seq_length", "data.mixture", "parallel.cp"}, text
+    elif cuts_heads(1) and not cuts_heads(cp):
+        has = f"{heads} heads" + (f", {kv_heads} of keys and values" if kv_heads != heads else "")
+        text = f"parallel.tp {tp} * parallel.cp {cp} ranks do not share {has} evenly"
+        fitting = max(each for each in range(1, cp) if cuts_heads(each) and not cp % each)
+        yield {"model.num_heads", "model.num_kv_heads", "parallel.tp", "parallel.cp"}, f"{text}: --cp {fitting}"
+
+
 def stage_faults(config: Config) -> Iterator[Fault]:
     """Yield the first fault in the model's cut into stages."""
     num_layers, pp, virtual = config.model.num_layers, config.parallel.pp, config.parallel.virtual_stages
@@ -121,14 +149,15 @@ def recompute_faults(config: Config) -> Iterator[Fault]:
 def layout_faults(config: Config, world_size: int) -> Iterator[Fault]:
     """Yield the first fault between the layout, the number of processes and the batch sizes."""
     parallel, train = config.parallel, config.train
-    axes = {"parallel.tp", "parallel.pp", "parallel.dp"}
-    ranks = parallel.tp * parallel.pp * (parallel.dp or 1)
+    axes = {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.dp"}
+    ranks = ranks_a_sample(config) * (parallel.dp or 1)
     dp_size = parallel.dp or world_size // ranks
     micro, batch, accumulation = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
     fields = {*axes, "train.micro_batch_size", "train.global_batch_size"}
     if world_size % ranks or (parallel.dp and ranks != world_size):
         dp = f" * dp {parallel.dp}" if parallel.dp else ""
-        text = f"tp {parallel.tp} * pp {parallel.pp}{dp} needs {ranks} processes, started are {world_size}"
+        cp = f" * cp {parallel.cp}" if parallel.cp > 1 else ""
+        text = f"tp {parallel.tp}{cp} * pp {parallel.pp}{dp} needs {ranks} processes, started are {world_size}"
         yield axes, f"{text}: trainer launch --nproc-per-node {ranks} ..."
     elif batch % (micro * dp_size):
         text = f"train.global_batch_size {batch} is not a multiple of micro_batch_size {micro} * dp {dp_size}"
@@ -146,7 +175,7 @@ def layout_faults(config: Config, world_size: int) -> Iterator[Fault]:
 def shard_faults(config: Config, world_size: int) -> Iterator[Fault]:
     """Yield a fault if dp is not a number of whole shard groups."""
     parallel = config.parallel
-    dp, shard = parallel.dp or world_size // (parallel.tp * parallel.pp), parallel.dp_shard
+    dp, shard = parallel.dp or world_size // ranks_a_sample(config), parallel.dp_shard
     if dp and shard and dp % shard:
         nearest = max(size for size in range(1, dp + 1) if dp % size == 0 and size <= shard)
         text = f"parallel.dp_shard {shard} does not divide the {dp} ranks of dp: --dp-shard {nearest}"

@@ -15,11 +15,17 @@ def number_or_auto(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """`[parallel]`: sizes of the mesh axes; tp * pp * dp is the number of processes."""
+    """`[parallel]`: sizes of the mesh axes; tp * cp * pp * dp is the number of processes."""
 
     tp: int = option(1, "tensor-parallel size", minimum=1, flags=["--tp", "--tensor-model-parallel-size"])
     pp: int = option(1, "pipeline stages", minimum=1, flags=["--pp", "--pipeline-model-parallel-size"])
-    dp: int = option(0, "data-parallel size; 0 means all ranks that tp and pp leave over", minimum=0, flags=["--dp"])
+    cp: int = option(
+        1,
+        "context-parallel size: ranks that each have a part of a row's tokens",
+        minimum=1,
+        flags=["--cp", "--context-parallel-size"],
+    )
+    dp: int = option(0, "data-parallel size; 0 means all ranks that the others leave over", minimum=0, flags=["--dp"])
     sequence_parallel: Literal["auto", "on", "off"] = option(
         "auto", "cut tokens over tp between the cut linears; auto does if they divide", flags=["--sequence-parallel"],
         bare=("on", "off"),

@@ -10,7 +10,7 @@ from trainer.config.checkpoint import SAVE_INTERVAL_S
 def resolve(config: Config, world_size: int) -> Config:
     """Return a fault-free configuration with what was left open filled in (vocab_size apart)."""
     model, parallel, train, save = config.model, config.parallel, config.train, config.checkpoint
-    dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
+    dp = parallel.dp or world_size // ranks_a_sample(config)
     left_open = 0.0 if save.save_interval else SAVE_INTERVAL_S
     interval_s = left_open if save.save_interval_s < 0 else save.save_interval_s
     return replace(
@@ -25,6 +25,11 @@ def resolve(config: Config, world_size: int) -> Config:
         checkpoint=replace(save, save_interval_s=interval_s if save.save else 0.0),
         train=replace(train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)),
     )
+
+
+def ranks_a_sample(config: Config) -> int:
+    """Return how many ranks work on one sample: the others are of dp."""
+    return config.parallel.tp * config.parallel.cp * config.parallel.pp
 
 
 def settled(config: Config, before: Config | None = None) -> Config:
@@ -107,7 +112,8 @@ def layer_windows(config: Config) -> tuple[int | None, ...]:
 def cuts_tokens(config: Config) -> bool:
     """Return whether tokens are cut over tp between the cut linears: sequence parallel, of rows of any length."""
     parallel, train = config.parallel, config.train
-    divides = all(train.micro_batch_size * length % parallel.tp == 0 for length in row_lengths(config))
+    num_parts = parallel.tp * parallel.cp
+    divides = all(train.micro_batch_size * length % num_parts == 0 for length in row_lengths(config))
     return parallel.tp > 1 and divides and parallel.sequence_parallel != "off"
 
 
@@ -128,4 +134,5 @@ def kv_replicas(config: Config) -> int:
 def layout_of(config: Config) -> ParallelLayout:
     """Return the parallel layout of a resolved configuration."""
     parallel = config.parallel
-    return ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, virtual=parallel.virtual_stages)
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp}
+    return ParallelLayout(**sizes, virtual=parallel.virtual_stages)

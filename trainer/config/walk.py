@@ -20,7 +20,7 @@ from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.foreign.derived import complete
 from trainer.config.foreign.translate import answers
-from trainer.config.resolve import resolve, shared_urls
+from trainer.config.resolve import ranks_a_sample, resolve, shared_urls
 
 SAMPLE = "examples/gpt-small.toml"
 HINT = f"{SAMPLE} documents every key; so does: trainer train --help"
@@ -99,7 +99,7 @@ def config_from(
     asked_for = {*(names_in(tables) if written is None else written), *completed}
     config = effective(walk(Config, merge(ours, completed), faults), but=asked_for)
     if world_size is None:
-        world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
+        world_size = ranks_a_sample(config) * (config.parallel.dp or 1)
     faulty = {name for names, _ in faults for name in names}  # these hold defaults: what they imply does not count
     faults += [fault for fault in cross_faults(config, world_size) if not implied(fault, faulty)]
     raise_faults(source, faults, hint=HINT)

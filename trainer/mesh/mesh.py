@@ -100,10 +100,12 @@ class ProcessMesh:
     def _connect(self, name: str) -> list[Group]:
         """Build the groups of a name, or take those of another name that has the same ones.
 
-        Calls of groups along axes come one after the other, so equal ones are one.
+        Calls of groups along axes come one after the other, so equal ones are one; but what a pass exchanges over cp
+        does not wait behind sums and gathers beside it.
         """
         members, axes = tuple(self._needed[name]), GROUPS.get(name, ())
-        if axes and members in self._made:
+        is_alone = axes == (Axis.CP,) and len(members[0]) > 1
+        if axes and not is_alone and members in self._made:
             return self._made[members]
         groups = []
         for ranks in members:
@@ -111,7 +113,7 @@ class ProcessMesh:
             if self.rank in ranks:
                 place = ranks.index(self.rank)
                 groups.append(Group(name, ranks, place, self.clock, transport, axes))
-        if axes:
+        if axes and not is_alone:
             self._made[members] = groups
         return groups
 

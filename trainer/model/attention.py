@@ -7,8 +7,8 @@ from trainer.config import ModelConfig
 from trainer.model.microbatch import MicroBatch
 from trainer.model.norm import Norm, WeightHandles
 from trainer.model.op_choices import OpChoices
-from trainer.ops.attention.seam import attention
 from trainer.ops.rope import rope_of_handles
+from trainer.parallel.context import ContextParallel
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.unit import Unit
 
@@ -17,10 +17,11 @@ class Attention:
     """q, k and v as one product, norm and rotation of heads, softmax attention, output."""
 
     def __init__(
-        self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, choices: OpChoices,
-        window: int | None,
+        self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, context: ContextParallel,
+        choices: OpChoices, window: int | None,
     ) -> None:  # fmt: skip
-        self.tensor, self.choices, self.window, group = tensor, choices, window, tensor.group
+        self.tensor, self.context, self.choices, self.window = tensor, context, choices, window
+        group = tensor.group
         self.eps = model.norm_eps
         self.counts = model.num_heads // group.size, max(model.num_kv_heads // group.size, 1)
         # key-value heads that several ranks hold have other holders than q, and so are a matrix of their own
@@ -39,9 +40,9 @@ class Attention:
 
     def attend(self, x_TD: Tensor, batch: MicroBatch, results: list[Tensor] | None = None) -> Tensor:
         """Return the result of this rank's heads, [S, N H]; `results` as for `trainer.ops.attention.seam.attention`."""
-        q_SNH, k_SKH, v_SKH = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)
+        heads = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)
         mask = batch.mask(window=self.window)
-        y_SNH = attention(q_SNH, k_SKH, v_SKH, mask, self.choices.attention[mask.kind], results)
+        y_SNH = self.context.attend(*heads, mask, self.choices.attention[mask.kind], results)
         return y_SNH.flatten(1)
 
     def project(self, y_SC: Tensor) -> Tensor:

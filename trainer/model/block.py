@@ -1,6 +1,7 @@
 """The transformer block: norms, attention and MLP around the residual stream.
 
-Letters of shapes in this folder: S tokens of a micro-batch, T those of them that this rank has between cut linears
+Letters of shapes in this folder: S tokens of a micro-batch (of those, what cp leaves
+this rank), T those of them that this rank has between cut linears
 (all, unless sequence parallel cuts them), D hidden size, N query heads and K key-value heads of this rank, H head size,
 C = (N + 2 K) H, F feed-forward size of this rank, V vocabulary rows of this rank.
 """
@@ -16,6 +17,7 @@ from trainer.model.norm import Norm
 from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import Outer, Recompute, Region
 from trainer.ops.activation import ACTIVATIONS, SWIGLU
+from trainer.parallel.context import ContextParallel
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 from trainer.store.unit import Border, Unit
@@ -59,6 +61,7 @@ class Block:
         store: ParameterStore,
         number: int,
         tensor: TensorParallel,
+        context: ContextParallel,
         choices: OpChoices,
         before: Unit | None,
         recompute: Recompute,
@@ -66,7 +69,7 @@ class Block:
         prefix, self.number, self.recompute = f"layers.{number}", number, recompute
         first, self.unit = store.unit(f"{prefix}.attn"), store.unit(f"{prefix}.mlp")
         self.norm1 = Norm(model, first, f"{prefix}.norm1", choices, Border(before, first))
-        self.attention = Attention(model, first, f"{prefix}.attn", tensor, choices, choices.windows[number])
+        self.attention = Attention(model, first, f"{prefix}.attn", tensor, context, choices, choices.windows[number])
         self.norm2 = Norm(model, self.unit, f"{prefix}.norm2", choices, Border(first, self.unit))
         self.mlp = MLP(model, self.unit, f"{prefix}.mlp", tensor, choices)
 

@@ -15,6 +15,7 @@ from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import Recompute
 from trainer.model.stages import stage_ranges
 from trainer.ops.rope import rotary_frequencies, turns_at
+from trainer.parallel.context import ContextParallel
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 from trainer.store.unit import Border, Unit
@@ -28,7 +29,7 @@ class Chunk:
     ) -> None:
         self.config = config
         self.tensor = TensorParallel(mesh.tp, cuts_tokens(config), config.parallel.tp_overlap_parts)
-        model, num_stages = config.model, mesh.layout.num_stages
+        model, num_stages, context = config.model, mesh.layout.num_stages, ContextParallel(mesh.cp)
         before: Unit | None = None
         if stage == 0:
             before = store.unit("embed", reads_backward=False)
@@ -38,7 +39,7 @@ class Chunk:
         self.blocks = list[Block]()
         for place, number in enumerate(stage_ranges(config, store.table, num_stages)[stage]):
             again = Recompute.of_layer(config.train, place)
-            self.blocks.append(Block(model, store, number, self.tensor, choices, before, again))
+            self.blocks.append(Block(model, store, number, self.tensor, context, choices, before, again))
             before = self.blocks[-1].unit
         self.end = Border(before, None)  # of a stage without a head
         self.head = Head(config, store, self.tensor, choices, before) if stage == num_stages - 1 else None

@@ -41,14 +41,14 @@ class DropoutKey:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """All tokens of one micro-batch, [S] each: its sequences one behind the other.
+    """Tokens of one micro-batch, [S] each: its sequences one behind the other, or what context parallel leaves here.
 
     `runs` are their places in the training stream: token t of sample n has place n * seq_length + t. `own_runs` are
     those of the T tokens that this rank has of an activation whose tokens are cut; None if they are not.
     `positions_S` are what the model is shown, which may restart with each document. `dropout` is None if nothing is
     dropped; `scale` returns the factor of a token's loss in the step's, in the wide dtype; an evaluation has none.
     `turns_SH` are the angles of rotary positions, which the layers share. `documents` are the int32 bounds of documents
-    that attention does not cross, [0, ..., S], and the tokens of the longest one.
+    that attention does not cross, and the tokens of the longest one, among the tokens that attention sees: all ranks'.
     """
 
     tokens_S: Tensor
@@ -97,6 +97,15 @@ class MicroBatch:
         """Return what of something of all tokens belongs to those that this rank has; a view if that is one run."""
         return x_S if self.own_runs is None else self._of(x_S, self.own_runs)
 
+    def part(self, runs: Runs) -> "MicroBatch":
+        """Return what of the micro-batch has some of its places, and sees the others in attention."""
+        if runs == self.runs:
+            return self
+        names = ("tokens_S", "labels_S", "positions_S", "loss_mask_S", "turns_SH")
+        whole = {name: getattr(self, name) for name in names}
+        parts: dict[str, Any] = {name: None if x is None else self._of(x, runs) for name, x in whole.items()}
+        return replace(self, **parts, runs=runs, own_runs=None)
+
     def cut(self, runs: Runs) -> "MicroBatch":
         """Return the micro-batch of some of its places, within which attention stays: it cuts documents too."""
         if runs == self.runs:
@@ -108,10 +117,7 @@ class MicroBatch:
         for rows in (rows_of(run, self.runs) for run in runs):
             cut_bounds.append(bounds.clamp(rows.start, rows.stop) - (rows.start - start))
             start += len(rows)
-        names = ("tokens_S", "labels_S", "positions_S", "loss_mask_S", "turns_SH")
-        whole = {name: getattr(self, name) for name in names}
-        parts: dict[str, Any] = {name: None if x is None else self._of(x, runs) for name, x in whole.items()}
-        return replace(self, **parts, documents=(torch.cat(cut_bounds), longest), runs=runs, own_runs=None)
+        return replace(self.part(runs), documents=(torch.cat(cut_bounds), longest))
 
     def _of(self, x_S: Tensor, runs: Runs) -> Tensor:
         parts = [x_S[rows.start : rows.stop] for rows in (rows_of(run, self.runs) for run in runs)]

@@ -65,10 +65,10 @@ def choose_attention(
     the longest rows if `by_timing`, or the first by a rule. All ranks call it: the first one chooses for all. Raises
     UserError if the named one does not take the run's tensors.
     """
-    model, tp, head_size = config.model, mesh.layout.tp, config.model.head_size
+    model, head_size, num_ranks = config.model, config.model.head_size, mesh.layout.tp * mesh.layout.cp
     num_tokens = config.train.micro_batch_size * longest_row(config)
     q_TNH, k_TKH = (
-        torch.empty(num_tokens, max(heads // tp, 1), head_size, dtype=dtype, device=mesh.device)
+        torch.empty(num_tokens, max(heads // num_ranks, 1), head_size, dtype=dtype, device=mesh.device)
         for heads in (model.num_heads, model.num_kv_heads)
     )
     like = _mask_like(config, mesh.device)

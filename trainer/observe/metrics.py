@@ -42,8 +42,9 @@ class StepMetrics:
     mfu_causal: float | None
     step_s: float  # since the end of the step before: data, arithmetic, communication, the stall of a save between
     data_wait_s: float
-    comm_s: float  # in collectives; tensor-parallel and data-parallel ones are counted apart too
+    comm_s: float  # in collectives; tensor-, context- and data-parallel ones are counted apart too
     comm_tp_s: float
+    comm_cp_s: float
     comm_dp_s: float
     bubble_s: float
     checkpoint_stall_s: float

@@ -1,7 +1,8 @@
 """What a rank keeps for its backward passes, counted from the shapes of the model and of a micro-batch.
 
 In bytes, of the tensors that the graph of a pass holds until its backward, and of those that wait from B to W. Queries,
-keys and values are views of one tensor; with QK-norm they are new ones, beside what the norm reads. Rows of labels and
+keys and values are views of one tensor; with QK-norm they are new ones, beside what the norm reads. Context parallel
+makes new ones too, of other heads and tokens, and another result. Rows of labels and
 losses, and what a backward pass takes for itself, are not counted.
 """
 
@@ -67,7 +68,8 @@ class Sizes:
 
     `stream` is one as wide as the residual stream, of this rank's tokens if they are cut; `whole_stream` of all tokens.
     `numbers` is what a norm keeps beside its input, `qkv` all between the first norm and attention, `result` that of
-    attention with its lse, `packed` what the nonlinearity reads, `product` what it makes, `turns` the angles.
+    attention with its lse, `moved` what an exchange makes of it, `packed` what the nonlinearity reads, `product` what
+    it makes, `turns` the angles.
     """
 
     stream: int
@@ -75,6 +77,7 @@ class Sizes:
     numbers: int
     qkv: int
     result: int
+    moved: int
     packed: int
     product: int
     turns: int
@@ -84,17 +87,18 @@ class Sizes:
     @classmethod
     def of(cls, config: Config) -> "Sizes":
         """Return those of the longest rows."""
-        model, train, tp = config.model, config.train, config.parallel.tp
+        model, train, tp, cp = config.model, config.train, config.parallel.tp, config.parallel.cp
         dtype = DTYPES[train.precision]
         wide, itemsize = wide_dtype(dtype).itemsize, dtype.itemsize
-        num_tokens = train.micro_batch_size * longest_row(config)
+        num_tokens = train.micro_batch_size * longest_row(config) // cp
         num_own = num_tokens // tp if cuts_tokens(config) else num_tokens
         num_heads, num_kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
         queries, keys = (number * model.head_size * num_tokens * itemsize for number in (num_heads, num_kv_heads))
         count = 1 if model.norm == "rmsnorm" else 2
-        qkv = queries + 2 * keys
+        qkv = queries + 2 * keys * max(cp // num_kv_heads, 1)  # fewer heads than ranks are repeated
         if model.qk_norm:
-            qkv += queries + keys + (num_heads + num_kv_heads) * num_tokens * count * wide * (count == 2)
+            qkv += queries + keys * (2 if cp > 1 else 1)
+            qkv += (num_heads + num_kv_heads) * num_tokens * count * wide * (count == 2)
         stream, product = model.hidden_size * num_own * itemsize, model.ffn_hidden_size // tp * num_tokens * itemsize
         packed = product * (2 if model.activation == "swiglu" else 1)
         whole_stream = model.hidden_size * num_tokens * itemsize
@@ -106,6 +110,7 @@ class Sizes:
             numbers=count * num_own * wide if config.ops.norm == "csrc" else 0,
             qkv=qkv,
             result=queries + num_heads * num_tokens * wide,
+            moved=queries if cp > 1 else 0,
             packed=packed,
             product=product,
             turns=model.head_size * num_tokens * wide if model.position == "rope" else 0,
@@ -118,5 +123,5 @@ class Sizes:
         if again.is_full:
             return self.stream + self.result * again.keeps_attention
         norm = self.stream if again.modules else 2 * self.stream + self.numbers
-        attention = 0 if "attention" in again.modules else self.qkv + self.result
+        attention = 0 if "attention" in again.modules else self.qkv + self.result + self.moved
         return 2 * norm + attention + (0 if "mlp" in again.modules else self.packed)

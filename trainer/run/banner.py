@@ -8,7 +8,7 @@ from ckptkit import Retention, Tiers
 from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
-from trainer.config.resolve import cuts_tokens, layer_windows, longest_row, row_lengths
+from trainer.config.resolve import cuts_tokens, layer_windows, layout_of, longest_row, row_lengths
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
@@ -24,12 +24,13 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         heads += f" ({model.num_kv_heads} of keys and values)"
     num_tokens, later = train.global_batch_size * train.seq_length, row_lengths(config)[1:]
     stored = {store.place: store.num_tokens for store in blend.stores}  # one for each length of its rows
-    num_ranks = parallel.tp * parallel.pp * parallel.dp
+    num_ranks = layout_of(config).world_size
     pp = f"{parallel.pp} of {parallel.virtual_stages} stages" if parallel.virtual_stages > 1 else f"{parallel.pp}"
     if parallel.pipeline_layout != "even" and parallel.pp > 1:
         num_stages = parallel.pp * parallel.virtual_stages
         ranges = stage_ranges(config, parameter_table(config), num_stages)
         pp += f" ({' + '.join(str(len(layers)) for layers in ranges)} layers)"
+    cp = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     tokens_cut = ", sequence parallel" if cuts_tokens(config) else ""
     if tokens_cut and parallel.tp_overlap_parts > 1:
         tokens_cut += f" overlapped in {parallel.tp_overlap_parts} parts"
@@ -43,7 +44,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         *(("windows", text) for text in windows_text(config)),
         (
             "layout",
-            f"tp {parallel.tp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
+            f"tp {parallel.tp}{cp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
             f"{zero_text(config)}{tokens_cut}",
         ),
         (
@@ -68,9 +69,9 @@ def zero_text(config: Config) -> str:
     """Return what the data-parallel ranks cut."""
     parallel = config.parallel
     text, shard = f"ZeRO stage {parallel.zero_stage}", parallel.dp_shard
-    if parallel.zero_stage > 1 and parallel.dp == 1:
+    if parallel.zero_stage > 1 and parallel.dp * parallel.cp == 1:
         return f"{text} (cuts nothing: dp is 1)"
-    if shard == 1:
+    if shard == parallel.cp == 1:
         return f"{text} (cuts what stage 1 does: dp_shard is 1)"
     return f"{text} in {parallel.dp // shard} groups of {shard} along dp" if shard else text
 

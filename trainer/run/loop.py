@@ -76,7 +76,7 @@ def completed(config: Config) -> Config:
     return with_layers(config, parameter_table(config))
 
 
-WAITS = ("comm_s", "comm_tp_s", "comm_dp_s", "bubble_s")  # of a step, in its statistics and its line
+WAITS = ("comm_s", "comm_tp_s", "comm_cp_s", "comm_dp_s", "bubble_s")  # of a step, in its statistics and its line
 
 
 class Run:

@@ -18,6 +18,7 @@ from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
 from trainer.model.microbatch import DropoutKey, MicroBatch
 from trainer.ops.dtypes import wide_dtype
+from trainer.parallel.places import share_of
 
 NUM_WARMUP, NUM_TIMED = 2, 5
 
@@ -57,7 +58,7 @@ def stage_times(config: Config, device: torch.device) -> dict[tuple[str, int], f
 
 
 def random_batch(engine: Engine) -> MicroBatch:
-    """Return a micro-batch of random tokens in rows as long as the longest, all of which count."""
+    """Return this rank's part of a micro-batch of random tokens, all of which count, in rows as long as the longest."""
     model, train, device = engine.config.model, engine.config.train, engine.mesh.device
     seq_length = longest_row(engine.config)
     num_tokens = train.micro_batch_size * seq_length
@@ -66,7 +67,8 @@ def random_batch(engine: Engine) -> MicroBatch:
     ones = torch.ones(num_tokens, device=device)
     key = DropoutKey(model.dropout, train.seed, 0) if model.dropout else None
     scale = torch.tensor(1 / num_tokens, dtype=wide_dtype(engine.dtype), device=device)
-    return MicroBatch(tokens, tokens, positions, ones, seq_length, (range(num_tokens),), key, lambda: scale)
+    whole = MicroBatch(tokens, tokens, positions, ones, seq_length, (range(num_tokens),), key, lambda: scale)
+    return whole.part(share_of(whole.runs, 0, engine.mesh.cp.size))
 
 
 def time_passes(engine: Engine, stage: int, batch: MicroBatch) -> list[float]:

@@ -1,5 +1,6 @@
 """A run that goes from layout to layout, by `reshard` and by the load itself, trains as one process does."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from tests.trainer.support.training import Job, call, curve
 from threefold.storage import open_storage
 
 MODEL = ["--model.num-layers", 5, "--train.precision", "fp64", "--optim.decay-steps", 10, "--save-interval", 2]
-LEGS = {"tp2-dp2-pp2": 1, "pp4": 0, "tp2-dp3": 3, "tp4-dp2": 2, "tp2-pp2": 0}  # two steps each, and the ZeRO stages
+# two steps each, and the ZeRO stages
+LEGS = {"tp2-dp2-pp2": 1, "pp4": 0, "cp2-dp2": 3, "tp2": 1, "cp4": 3, "tp2-dp3": 3, "tp4-dp2": 2, "tp2-cp2-pp2": 0}
 
 
 def axes(layout: str) -> dict[str, int]:
-    return {"tp": 1, "dp": 1, "pp": 1} | {part[:2]: int(part[2:]) for part in layout.split("-")}
+    return {"tp": 1, "cp": 1, "dp": 1, "pp": 1} | {part[:2]: int(part[2:]) for part in layout.split("-")}
 
 
 @pytest.mark.slow
@@ -38,7 +40,7 @@ def test_the_losses_stay(
             assert "equal to what was saved" in capsys.readouterr().out
             run = next_run
         metrics, last = tmp_path / f"{number}.jsonl", 2 * number + 2
-        num_ranks = sizes["tp"] * sizes["dp"] * sizes["pp"]
+        num_ranks = math.prod(sizes.values())
         Job(
             num_ranks, job_config, *MODEL, *flags, "--zero-stage", zero_stage, "--train-steps", last, "--save", run,
             *(("--parallel.zero-whole-kib", 0) if zero_stage > 1 else ()), metrics=metrics,

@@ -80,6 +80,7 @@ def share_held(rank: int, config: Config, *, network: Network) -> float:
     batch = random_batch(engine)
     with Born() as born:
         loss = engine.chunks[0].forward(None, batch)
+    engine.mesh.world.all_reduce(torch.zeros(1))  # no rank is left in an exchange, whose tensors it would keep
     require(loss.requires_grad, "the graph is there")
     return born.live_bytes / activation_bytes(config, 0)
 
@@ -94,3 +95,14 @@ def test_a_rank_of_two_keeps_its_share(choice: str, cuts_tokens: str) -> None:
     tables = {"model": shape, "train": train, "parallel": {"tp": 2, "sequence_parallel": cuts_tokens}}
     config = config_from(tables, source="", world_size=2)
     assert run_threads(2, share_held, config) == [pytest.approx(1, rel=0.03)] * 2
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("choice", ["none", "selective", "selective of attention", "full that keeps attention", "full"])
+def test_a_rank_keeps_its_tokens(choice: str, model: str) -> None:
+    shape = {"vocab_size": 998, "num_layers": 4, "hidden_size": 128, "num_heads": 4} | MODELS[model]
+    train = {"micro_batch_size": 1, "seq_length": 256, "global_batch_size": 1, "device": "cpu"} | CHOICES[choice]
+    config = config_from({"model": shape, "train": train, "parallel": {"cp": 4}}, source="", world_size=4)
+    assert run_threads(4, share_held, config) == [pytest.approx(1, rel=0.03)] * 4

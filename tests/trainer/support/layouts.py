@@ -14,8 +14,19 @@ from trainer.config.resolve import resolve
 from trainer.run.activations import CHOICES
 
 LAYOUTS = [
-    ParallelLayout(tp=tp, pp=pp, dp=dp) for tp, pp, dp in product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5, 8))
+    ParallelLayout(tp=tp, cp=cp, pp=pp, dp=dp)
+    for tp, cp, pp, dp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5, 8))
 ]
+
+
+OPTIONS = {
+    **dict.fromkeys(("bias", "qk_norm", "tie_embeddings"), (False, True)),
+    "norm": ("rmsnorm", "layernorm"),
+    "position": ("rope", "learned", "none"),
+    "activation": ("swiglu", "gelu"),
+    "dropout": (0.0, 0.2),
+    "window": (0, 1, 2, 3),
+}
 
 
 def layouts(max_ranks: int) -> st.SearchStrategy[ParallelLayout]:
@@ -27,29 +38,23 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
+def numbers_of_kv_heads(layout: ParallelLayout) -> list[int]:
+    """Fewer than tp are held by several ranks, fewer than tp * cp are handed to several."""
+    most = layout.tp * layout.cp
+    fewer = [n for n in range(1, most) if most % n == 0 and 0 in (layout.tp % n, n % layout.tp)]
+    return [*fewer, most, 2 * most]
+
+
 @st.composite
 def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Config:
     """A run of float64 on a CPU that has no fault."""
     layout = draw(layouts)
-    # fewer key-value heads than tp are held by several ranks
-    kv_heads = draw(
-        st.sampled_from([n for n in range(1, layout.tp) if layout.tp % n == 0] + [layout.tp, 2 * layout.tp])
-    )
-    num_heads = math.lcm(kv_heads, layout.tp) * draw(st.integers(1, 2))
+    num_sharing = layout.tp * layout.cp
+    kv_heads = draw(st.sampled_from(numbers_of_kv_heads(layout)))
+    num_heads = math.lcm(kv_heads, num_sharing) * draw(st.integers(1, 2))
     micro_batch, num_microbatches = draw(st.integers(1, 2)), draw(st.integers(1, 4))
     virtual = draw(st.sampled_from([1, 1, 2, 3])) if layout.pp > 1 else 1
-    options: dict[str, Any] = {
-        name: draw(st.booleans()) for name in ("bias", "qk_norm", "tie_embeddings")
-    } | {
-        name: draw(st.sampled_from(values))
-        for name, values in {
-            "norm": ("rmsnorm", "layernorm"),
-            "position": ("rope", "learned", "none"),
-            "activation": ("swiglu", "gelu"),
-            "dropout": (0.0, 0.2),
-            "window": (0, 1, 2, 3),
-        }.items()
-    }  # fmt: skip
+    options: dict[str, Any] = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.items()}
     model = ModelConfig(
         num_layers=layout.pp * virtual + draw(st.integers(0, 1)), hidden_size=num_heads * draw(st.sampled_from([2, 4])),
         num_heads=num_heads, num_kv_heads=kv_heads, ffn_hidden_size=layout.tp * draw(st.integers(1, 5)),
@@ -57,8 +62,8 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         window_every=draw(st.sampled_from([0, 2, 3])) if options["window"] else 0, **options,
     )  # fmt: skip
     sequence_parallel, zero_stage = draw(st.sampled_from(["auto", "off"])), draw(st.sampled_from([0, 1, 2, 3]))
-    seq_length = draw(st.integers(2, 6))
-    cuts_tokens = sequence_parallel == "auto" and micro_batch * seq_length % layout.tp == 0
+    seq_length = draw(st.integers(2, 6)) if layout.cp == 1 else layout.cp * draw(st.integers(1, 3))
+    cuts_tokens = sequence_parallel == "auto" and micro_batch * seq_length % num_sharing == 0
     num_stages = layout.pp * virtual
     extra = draw(st.integers(0, num_stages - 1))  # the stage of a layer that the stages do not divide
     by_hand = [1 + (stage == extra) * (model.num_layers - num_stages) for stage in range(num_stages)]
@@ -66,7 +71,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         model=model,
         # a bucket of 0 MiB holds one parameter
         parallel=ParallelConfig(
-            tp=layout.tp, pp=layout.pp, dp=layout.dp,
+            tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp,
             sequence_parallel=sequence_parallel, tp_overlap_parts=draw(st.integers(1, 3)) if cuts_tokens else 1,
             schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])), virtual_stages=virtual,
             pipeline_layout=draw(st.sampled_from(["even", "cost", ",".join(map(str, by_hand))])),

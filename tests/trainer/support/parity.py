@@ -42,8 +42,8 @@ def config_for(
     config = Config(
         model=MODELS[model],
         parallel=ParallelConfig(
-            tp=layout.tp, pp=layout.pp, dp=layout.dp, virtual_stages=layout.virtual, zero_stage=zero_stage,  # type: ignore[arg-type]
-            bucket_mib=1,
+            tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, virtual_stages=layout.virtual,
+            zero_stage=zero_stage, bucket_mib=1,  # type: ignore[arg-type]
         ),
         optim=OptimConfig(lr=2e-3, min_lr=1e-4, clip=0.5),
         train=TrainConfig(

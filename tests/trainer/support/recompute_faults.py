@@ -15,9 +15,10 @@ from tests.trainer.support.parity import assemble_weights, config_for, run_steps
 from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import layout_of
-from trainer.model import attention, recompute
+from trainer.model import recompute
 from trainer.model.microbatch import MicroBatch
 from trainer.model.norm import Norm
+from trainer.parallel import context
 
 Model = Literal["llama", "gpt2"]
 
@@ -87,7 +88,7 @@ def stream_before_the_branch(patch: Patch) -> None:
 
 
 def results_of_the_last_call(patch: Patch) -> None:
-    real, last = attention.attention, list[torch.Tensor]()
+    real, last = context.attention, list[torch.Tensor]()
 
     def attend(*arguments: Any) -> torch.Tensor:
         results = arguments[5]
@@ -97,7 +98,7 @@ def results_of_the_last_call(patch: Patch) -> None:
         last[:] = [each.detach() for each in results or ()]
         return out
 
-    patch.setattr(attention, "attention", attend)
+    patch.setattr(context, "attention", attend)
 
 
 def shows(**again: Any) -> Callable[[], None]:

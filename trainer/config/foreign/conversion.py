@@ -20,6 +20,7 @@ from trainer.config.foreign.derived import MARK, complete
 from trainer.config.foreign.script import Script
 from trainer.config.foreign.table import read
 from trainer.config.foreign.translate import Translator
+from trainer.config.resolve import ranks_a_sample
 
 PROCESSES, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)
 NEEDS = {"--num-query-groups": "--group-query-attention"}  # without the second Megatron-LM ignores the first
@@ -185,7 +186,7 @@ def with_batch(settings: Mapping[str, FlagText], launch: Mapping[str, int]) -> d
         return dict(settings)
     draft = walk(Config, merge({}, {name: text for name, text in settings.items() if not name.startswith(MARK)}), [])
     ranks = launch.get("processes", 1) * launch.get("nodes", 1)
-    size = draft.train.micro_batch_size * max(ranks // (draft.parallel.tp * draft.parallel.pp), 1)
+    size = draft.train.micro_batch_size * max(ranks // ranks_a_sample(draft), 1)
     return {**settings, "train.global_batch_size": FlagText(str(size), DEFAULT)}
 
 

@@ -31,7 +31,7 @@ MISSING = {
     "--profile": [],
     "--profile-step-start": ["2"],
     "--profile-step-end": ["3"],
-    "--context-parallel-size": ["2"],
+    "--cp-comm-type": ["p2p"],
 }
 
 
