@@ -2,8 +2,8 @@
 
 In bytes, of the tensors that the graph of a pass holds until its backward, and of those that wait from B to W. Queries,
 keys and values are views of one tensor; with QK-norm they are new ones, beside what the norm reads. Context parallel
-makes new ones too, of other heads and tokens, and another result. Rows of labels and
-losses, and what a backward pass takes for itself, are not counted.
+makes new ones too, of other heads and tokens, and another result. Rows of labels and losses are not counted, and what a
+pass takes for itself is in `trainer/run/temporaries.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ def kept_by_choice(config: Config) -> dict[str, int]:
 def activation_bytes(config: Config, pp: int) -> int:
     """Return what a rank keeps at most, of the passes that the schedule keeps live.
 
-    The last stage also keeps the logits, or at most train.max_logits_gib of them and the gradient of their input.
+    The last stage also keeps the logits, or the gradient of their input if they are made in parts.
     """
     parallel, train, layout = config.parallel, config.train, layout_of(config)
     sizes = Sizes.of(config)
@@ -56,9 +56,7 @@ def activation_bytes(config: Config, pp: int) -> int:
     num_bytes += sizes.stream * (pp == 0 and any(action.kind == "W" for action in row))  # the embedding's gradient
     if pp == parallel.pp - 1:
         in_flight = peak_live([action for action in row if action.stage == layout.num_stages - 1])
-        most, norm = int(train.max_logits_gib * 2**30), sizes.stream + sizes.numbers
-        is_cut = 0 < most < sizes.logits
-        num_bytes += (norm + sizes.whole_stream + (0 if is_cut else sizes.logits)) * in_flight + most * is_cut
+        num_bytes += sizes.head_of(config) * in_flight
     return num_bytes
 
 
@@ -67,14 +65,16 @@ class Sizes:
     """Bytes of the activations of one micro-batch on one rank.
 
     `stream` is one as wide as the residual stream, of this rank's tokens if they are cut; `whole_stream` of all tokens.
-    `numbers` is what a norm keeps beside its input, `qkv` all between the first norm and attention, `result` that of
-    attention with its lse, `moved` what an exchange makes of it, `packed` what the nonlinearity reads, `product` what
-    it makes, `turns` the angles.
+    `numbers` is what a norm keeps beside its input, `queries` those of its heads, `heads` these with keys and values,
+    `qkv` all between the first norm and attention, `result` that of attention with its lse, `moved` what an exchange
+    makes of it, `packed` what the nonlinearity reads, `product` what it makes, `turns` the angles.
     """
 
     stream: int
     whole_stream: int
     numbers: int
+    queries: int
+    heads: int
     qkv: int
     result: int
     moved: int
@@ -108,6 +108,8 @@ class Sizes:
         return cls(
             stream, whole_stream,
             numbers=count * num_own * wide if config.ops.norm == "csrc" else 0,
+            queries=queries,
+            heads=queries + 2 * keys,
             qkv=qkv,
             result=queries + num_heads * num_tokens * wide,
             moved=queries if cp > 1 else 0,
@@ -117,6 +119,19 @@ class Sizes:
             logits=model.vocab_size // tp * num_tokens * itemsize,
             layer_until_w=until_w,
         )  # fmt: skip
+
+    def head_of(self, config: Config) -> int:
+        """Return what the head keeps until its backward: its norm's, its input or the gradient, the logits if whole."""
+        in_parts = 0 < int(config.train.max_logits_gib * 2**30) < self.logits
+        return self.stream + self.numbers + self.whole_stream + (0 if in_parts else self.logits)
+
+    def sums_of(self, config: Config) -> int:
+        """Return what a kernel of attention sums gradients in on GPUs: of queries, and of keys that queries share."""
+        if config.train.device == "cpu":
+            return 0
+        shared = self.heads - self.queries if config.model.num_kv_heads < config.model.num_heads else 0
+        dtype = DTYPES[config.train.precision]
+        return (self.queries + shared) * wide_dtype(dtype).itemsize // dtype.itemsize
 
     def layer(self, again: Recompute) -> int:
         """Return what a layer keeps until its backward."""

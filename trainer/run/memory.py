@@ -1,22 +1,30 @@
 """The memory that a rank needs on its device, part by part, by arithmetic alone.
 
 Parameters, gradients and optimizer state follow from the parameter table; padding aside, they are what a rank
-allocates. Activations are what the layers keep for the backward passes of the micro-batches in flight.
+allocates. Activations are what the layers keep for the backward passes of the micro-batches in flight, temporaries what
+the layer whose pass runs takes beside that. NCCL's buffers and CUDA's context are not torch's, and are as measured.
 """
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ckptkit import Coords
 from trainer.config import Config
 from trainer.config.resolve import keeps_gathered, kv_replicas, layout_of
 from trainer.engine import DTYPES
-from trainer.mesh.layout import GROUPS, groups_needed, nested
+from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed, nested
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.run.activations import activation_bytes
+from trainer.run.temporaries import temporary_bytes
 from trainer.store.leases import LEASES, num_leased
 from trainer.store.optimizers import OPTIMIZERS
 from trainer.store.plan import plan_buckets
+
+MIB = 1 << 20
+CONTEXT_BYTES = 640 * MIB  # CUDA's context with the kernels that a run loads, and cuBLAS's workspaces
+PAIR_BYTES, GROUP_BYTES = 544 * MIB, 688 * MIB  # a communicator of two ranks, and one of more: NCCL's issue 964
+PEER_BYTES, MOST_PEERS = 470 * MIB, 7  # what an all-to-all adds for each rank of the node: NCCL's issue 1685
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +36,28 @@ class RankMemory:
     optimizer: int
     leases: int
     activations: int
+    temporaries: int
+    groups: int = 0
+    context: int = 0
 
     @property
     def total(self) -> int:
         """Return the bytes in all."""
         return sum(asdict(self).values())
 
+    @property
+    def of_torch(self) -> int:
+        """Return the bytes that torch allocates, beside which are NCCL's and CUDA's own."""
+        return self.total - self.groups - self.context
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of each part that takes any, by what it is."""
+        names = {"groups": "NCCL buffers", "context": "CUDA context"}
+        return {names.get(name, name): size for name, size in asdict(self).items() if size}
+
     def __str__(self) -> str:
-        parts = " + ".join(
-            f"{size_text(size)} {name}" for name, size in asdict(self).items() if size or name != "leases"
-        )
+        parts = " + ".join(f"{size_text(size)} {name}" for name, size in self.parts.items())
         return f"{size_text(self.total)} = {parts} (estimated)"
 
 
@@ -73,13 +93,51 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     of_parameters = num_leased(leased.values(), most) if parallel.zero_stage >= 3 else 0
     if parallel.grad_reduce == "bf16":  # what this rank sends and what it receives
         gradients += 4 * (travelling + of_gradients) // wide.itemsize
+    is_gpu, held = config.train.device != "cpu", {run.holders for run in runs}
+    used = held | {part for axes in held for part in nested(axes) if part} | {(Axis.TP,), (Axis.DP,)}
+    most_peers = max(sizes[axes] for axes in used) - 1 if parallel.grad_reduce == "bf16" else 0
     return RankMemory(
         parameters=parameters * dtype.itemsize,
         gradients=gradients * wide.itemsize,
         optimizer=optimizer,
         leases=of_parameters * dtype.itemsize + of_gradients * wide.itemsize,
         activations=activation_bytes(config, pp),
+        temporaries=temporary_bytes(config, pp),
+        groups=group_bytes(groups, layout.rank(Coords(pp=pp)), used, most_peers) if is_gpu else 0,
+        context=CONTEXT_BYTES if is_gpu else 0,
     )
+
+
+def group_bytes(
+    groups: Mapping[str, Sequence[tuple[int, ...]]], rank: int, used: Collection[Axes], num_peers: int
+) -> int:
+    """Return what NCCL takes for the groups of a rank: those along `used` axes, all ranks, and links of the pipeline.
+
+    Equal groups along axes are one. `num_peers` ranks exchange gradients.
+    """
+    mine = {
+        ((), ranks) if name in GROUPS else (name, ranks)
+        for name, members in groups.items()
+        for ranks in members
+        if rank in ranks and len(ranks) > 1 and GROUPS.get(name, ()) in {(), *used}
+    }
+    return sum(PAIR_BYTES if len(ranks) == 2 else GROUP_BYTES for _, ranks in mine) + PEER_BYTES * min(
+        num_peers, MOST_PEERS
+    )
+
+
+def arena_bytes(config: Config, pp: int) -> int:
+    """Return the host memory through which a rank of a stage saves what it owns, or a window of that."""
+    wide = wide_dtype(DTYPES[config.train.precision]).itemsize
+    moments = 2 if config.optim.moments == "bf16" else wide
+    layout = layout_of(config)
+    groups = groups_needed(layout, kv_replicas(config))
+    sizes = {axes: len(groups[name][0]) for name, axes in GROUPS.items()}
+    whole = sum(
+        -(-run.numel // sizes[run.holders]) * (wide + len(OPTIMIZERS[run.optimizer].states) * moments)
+        for run in local_runs(config, parameter_table(config), layout, Coords(pp=pp))
+    )
+    return min(whole, config.checkpoint.window_mib * MIB or whole)
 
 
 def size_text(num_bytes: int) -> str:

@@ -1,6 +1,8 @@
 """The memory of a rank by arithmetic, and what engines really allocate."""
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, make_engine, state_bytes
 from tests.trainer.support.threads import run_threads
+from trainer.checkpoint.mapping import saved_pieces
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from
@@ -16,8 +19,10 @@ from trainer.engine import Engine
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh, mesh_of
 from trainer.model.microbatch import MicroBatch
-from trainer.run.memory import rank_memory, size_text
+from trainer.run.memory import GROUP_BYTES, PAIR_BYTES, PEER_BYTES, RankMemory, arena_bytes, rank_memory, size_text
 from trainer.run.stage_times import Nobody, random_batch
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "trainer"
 
 
 @pytest.mark.parametrize(
@@ -122,3 +127,53 @@ def test_the_estimate_is_what_a_backward_pass_leaves_to_w(model: dict) -> None:
             elif callable(held):
                 functions.append(held)
     assert sum(kept_bytes.values()) == rank_memory(config, 0).activations
+
+
+ON_GPUS = [  # rows of benchmarks/trainer/gpu.py, and the GiB that torch allocated at most, in the results beside it
+    ("1b", 50.7, {"micro_batch_size": 8, "global_batch_size": 8}, {}),
+    ("1b", 27.3, {"micro_batch_size": 2, "global_batch_size": 32}, {}),
+    ("350m", 25.1, {"micro_batch_size": 32, "global_batch_size": 64}, {}),
+    ("3.8b", 100.7, {"micro_batch_size": 16, "global_batch_size": 32}, {}),
+    ("1b", 44.4, {"micro_batch_size": 8, "global_batch_size": 16}, {"dp": 2}),
+    ("1b", 41.4, {"micro_batch_size": 16, "global_batch_size": 16}, {"tp": 2}),
+    ("1b", 13.7, {"micro_batch_size": 2, "global_batch_size": 32}, {"tp": 2}),
+    ("1b", 13.5, {"micro_batch_size": 1, "global_batch_size": 16}, {"pp": 2}),
+]
+
+
+@pytest.mark.parametrize(("model", "measured", "train", "parallel"), ON_GPUS)
+def test_the_plan_is_what_gpus_allocated(model: str, measured: float, train: dict, parallel: dict) -> None:
+    tables = tomllib.loads((BENCHMARKS / f"{model}.toml").read_text())
+    tables = tables | {"train": tables["train"] | train, "parallel": parallel}
+    config = config_from(tables, source="", world_size=None)
+    planned = max(rank_memory(config, pp).of_torch for pp in range(config.parallel.pp))
+    assert planned / 2**30 == pytest.approx(measured, rel=0.02)
+
+
+def test_groups_take_buffers_of_their_own() -> None:
+    model = {"vocab_size": 100, "num_layers": 4, "hidden_size": 32}
+
+    def memory(**parallel: Any) -> RankMemory:
+        return rank_memory(config_from({"model": model, "parallel": parallel}, source="", world_size=None), 0)
+
+    alone, pair, four = memory(), memory(dp=2), memory(dp=4)
+    assert (alone.groups, pair.groups, four.groups) == (0, 2 * PAIR_BYTES, 2 * GROUP_BYTES)  # all ranks, and dp
+    assert memory(tp=2, dp=2).groups == 2 * PAIR_BYTES + 2 * GROUP_BYTES  # tp, dp; norms are held by all
+    assert memory(pp=2).groups == 3 * PAIR_BYTES  # all ranks, and a link each way
+    assert memory(dp=4, grad_reduce="bf16").groups == 2 * GROUP_BYTES + 3 * PEER_BYTES
+    assert alone.total == alone.of_torch + alone.context
+    assert "CUDA context" in str(alone)
+    on_cpu = config_from({"model": model, "train": {"device": "cpu"}}, source="")
+    assert rank_memory(on_cpu, 0).total == rank_memory(on_cpu, 0).of_torch
+
+
+@pytest.mark.parametrize("optim", [{}, {"moments": "bf16"}], ids=str)
+def test_the_arena_holds_what_a_rank_saves(optim: dict) -> None:
+    shape = {"vocab_size": 997, "num_layers": 4, "hidden_size": 128, "num_heads": 4}
+    tables: dict[str, Any] = {"model": shape, "optim": optim, "train": {"device": "cpu"}}
+    config = config_from(tables, source="")
+    engine = Engine(config, ProcessMesh(layout_of(config), 0, torch.device("cpu"), timeout_s=60))
+    saved = sum(piece.data.nbytes for piece in saved_pieces(engine.store))
+    assert arena_bytes(config, 0) == pytest.approx(saved, rel=0.01)  # the vocabulary is padded
+    bounded = config_from(tables | {"checkpoint": {"window_mib": 1}}, source="")
+    assert arena_bytes(bounded, 0) == 1 << 20

@@ -1,0 +1,72 @@
+"""What a pass takes beside what is kept, at its peak: the layer or the head whose pass runs, and what is made again.
+
+In bytes, of the tensors of one op and of those that wait for the next one. A forward pass is at its peak before a
+layer's last linear, a backward pass there or in attention: of a layer that is made again all is there once more.
+Kernels of attention on GPUs sum gradients in the wide dtype. Source: Dao, "FlashAttention-2", 2023.
+"""
+
+from itertools import accumulate
+
+from ckptkit import rank_stages
+from trainer.config import Config
+from trainer.config.resolve import cuts_tokens, layout_of
+from trainer.engine import DTYPES
+from trainer.model.recompute import Recompute
+from trainer.model.stages import stage_ranges
+from trainer.model.table import parameter_table
+from trainer.ops.dtypes import wide_dtype
+from trainer.run.activations import Sizes
+
+
+def temporary_bytes(config: Config, pp: int) -> int:
+    """Return what a rank takes at most beside what `activation_bytes` counts.
+
+    Layers above the one whose pass runs, and the head, keep nothing then.
+    """
+    parallel, layout, sizes = config.parallel, layout_of(config), Sizes.of(config)
+    ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
+    num_layers = max(len(ranges[stage]) for stage in rank_stages(layout, pp))
+    choices = [Recompute.of_layer(config.train, place) for place in range(num_layers)]
+    *above, all_layers = [0, *accumulate(sizes.layer(again) for again in reversed(choices))]
+    head = sizes.head_of(config) if pp == parallel.pp - 1 else 0
+    at_layers = [layer_bytes(config, sizes, again) - kept for again, kept in zip(choices, above[::-1], strict=True)]
+    at_ends = [head_bytes(config, sizes)] * (head > 0) + [embedding_bytes(config, sizes) - all_layers - head] * (
+        pp == 0
+    )
+    return max(max(at_layers) - head, *at_ends, 0) + 2 * sizes.stream * (
+        parallel.pp > 1
+    )  # what is sent, and what comes
+
+
+def embedding_bytes(config: Config, sizes: Sizes) -> int:
+    """Return what the embedding's backward takes: its matrix's gradient as a whole, and that of its rows, both wide."""
+    dtype = DTYPES[config.train.precision]
+    widened = wide_dtype(dtype).itemsize // dtype.itemsize
+    numel = config.model.vocab_size // config.parallel.tp * config.model.hidden_size
+    return numel * wide_dtype(dtype).itemsize + sizes.whole_stream * widened + sizes.stream
+
+
+def head_bytes(config: Config, sizes: Sizes) -> int:
+    """Return what the head takes beside what it keeps: its input's gradient, the branch before it, logits in parts."""
+    most = int(config.train.max_logits_gib * 2**30)
+    return sizes.whole_stream + sizes.stream + (most if 0 < most < sizes.logits else 0)
+
+
+def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:
+    """Return what the passes of a layer take at most beside what it keeps, and what those below it keep."""
+    stream, whole, norm = sizes.stream, sizes.whole_stream, sizes.stream + sizes.numbers
+    travels = whole if cuts_tokens(config) else 0  # a tensor of all tokens, before or after the ranks cut it
+    makes_mlp, makes_attention = (again.is_full or name in again.modules for name in ("mlp", "attention"))
+    made_mlp = norm * bool(again.is_full or again.modules) + sizes.packed * makes_mlp
+    made_attention = (sizes.qkv + sizes.result * (not again.keeps_attention)) * makes_attention
+    # the stream and the branches before it, down's input and result
+    forward = 2 * stream + sizes.product + whole + travels * stream // whole + made_mlp
+    made = made_mlp + (made_attention + norm + stream if again.is_full else 0)
+    narrow = stream + sizes.product + travels + made
+    widen = stream + whole + 2 * travels + made
+    # attention's backward, while a layer that is made again as a whole has gate and up still
+    freed = 0 if again.is_full else norm + sizes.packed * (not makes_mlp)
+    kernel = sizes.queries + sizes.heads + sizes.sums_of(config)  # the gradients of its result, q, k and v
+    made = sizes.packed * again.is_full + stream * again.is_full + norm + made_attention
+    attention = 2 * stream + made + kernel - freed
+    return max(forward, narrow, widen, attention)
