@@ -67,7 +67,7 @@ def test_a_dry_run_of_each_layout_fits(tmp_path: Path, name: str, capsys: pytest
     command = ["train", str(EXAMPLES / f"{name}.toml"), "--data.stores", str(tmp_path / "store")]
     assert list(layouts(name)) == GPUS[name]
     for num_gpus, flags in layouts(name).items():
-        assert main([*command, *flags, "--dry-run"]) == 0
+        assert main([*command, *flags, "--dry-run", "--device-memory", "79GiB"]) == 0
         shown = capsys.readouterr().err
         assert f"{PARAMETERS[name]:,}" in shown
         assert f" = {num_gpus} ranks" in shown
@@ -75,3 +75,27 @@ def test_a_dry_run_of_each_layout_fits(tmp_path: Path, name: str, capsys: pytest
         assert peaks, shown
         assert max(peaks) <= MOST_GIB
         assert "nothing was started or written" in shown
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+def test_70_billion_parameters_on_8_gpus_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(tmp_path / "store", [[1, 2, 0]] * 4000, vocab_size=128256, eod_id=0)
+    command = ["train", str(EXAMPLES / "llama-3-70b.toml"), "--data.stores", str(tmp_path / "store"), "--dry-run"]
+    command += ["--device-memory", "79GiB"]
+    for layout in (
+        ["--tp", "8"],
+        ["--dp", "8", "--zero-stage", "3", "--recompute", "full"],
+        ["--tp", "4", "--pp", "2"],
+    ):
+        assert main([*command, *layout]) == 2
+        shown = capsys.readouterr().err
+        missing = re.search(r"takes ([\d.]+) GiB .* has 79.0 GiB: ([\d.]+) GiB are missing; the largest: ", shown)
+        assert missing is not None, shown
+        assert float(missing[1]) - 79 == pytest.approx(float(missing[2]), abs=0.06)
+        assert float(missing[2]) > 10
+        hint = re.search(r"^hint: (--.+); on (\d+) devices$", shown, re.MULTILINE)
+        assert hint is not None, shown
+        assert int(hint[2]) >= 16
+        assert main([*command, *layout, *hint[1].split()]) == 0
+        assert f" = {hint[2]} ranks" in capsys.readouterr().err

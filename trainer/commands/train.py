@@ -1,6 +1,7 @@
 """`trainer train`: train, or resume, a run."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,14 @@ from trainer.commands.shared import before_ranks, is_first_rank, world_size
 from trainer.config import Config
 from trainer.config.foreign.translate import translated
 from trainer.job.failure import recorded
+
+
+def _size(text: str) -> int:
+    units = {"MiB": 1 << 20, "GiB": 1 << 30}
+    number, unit = text[:-3], text[-3:]
+    if unit not in units or not re.fullmatch(r"\d+(\.\d+)?", number) or not float(number):
+        raise ValueError(f"{text!r} is not a size like 79GiB")
+    return int(float(number) * units[unit])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,13 @@ class Options:
         "check configuration, layout and stores, print the size of the model and the memory of a rank, start nothing; "
         "without torchrun as if all processes of the layout were there",
     )
+    device_memory: int = option(
+        0,
+        "with --dry-run: memory of a GPU, as 79GiB, for the plan of a rank to fit in; else that of the GPU here",
+        metavar="SIZE",
+        parse=_size,
+        needs={"dry_run": True},
+    )
     flags: Settings = settings(Config, foreign=translated)
 
 
@@ -48,7 +64,7 @@ def run(options: Options) -> int:
     if options.dry_run:
         from trainer.run.preview import print_plan
 
-        return before_ranks(lambda: print_plan(config)) if is_first_rank() else 0
+        return before_ranks(lambda: print_plan(config, options.device_memory)) if is_first_rank() else 0
     from trainer.run.loop import train
 
     return train(config)

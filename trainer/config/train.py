@@ -67,6 +67,11 @@ class TrainConfig(StepConfig):
     z_loss: float = option(
         0.0, "times the squared log of the softmax's denominator, added to a token's loss in training", minimum=0
     )
+    memory_check: Literal["refuse", "warn", "off"] = option(
+        "refuse",
+        "what to do if a rank's plan takes more memory than its GPU has: end before anything starts, or say so",
+        keeps_bits=True,
+    )
     eval_interval: int = option(
         0, "evaluate on [data.valid] every so many steps, and after the last one; 0 never", minimum=0, keeps_bits=True
     )

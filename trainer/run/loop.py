@@ -33,6 +33,7 @@ from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
 from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
+from trainer.run.memory_check import check_memory, device_memory
 from trainer.run.queues import ranks_of
 from trainer.run.started import Intake, Started, peak_memory_gib
 from trainer.run.stop import StopRequest, cause_of, exit_code
@@ -86,6 +87,7 @@ class Run:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
         self.ranks, self._stop = ranks, stop
         blend = ranks.on_all(lambda: open_blend(config))
+        ranks.on_all(lambda: check_memory(config, device_memory(ranks.device), ranks.say))
         self.mesh = mesh_of(config, ranks.rank, ranks.device)
         self.engine = ranks.on_all(lambda: Engine(config, self.mesh))
         tiers = tiers_here(ranks, config)
@@ -104,14 +106,9 @@ class Run:
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
         flops = BatchFlops(config, self.engine.table)
         self._intake = Intake(self._reader, self._loader, self._fault_of, flops.of)
-        path, steps, every, start = (
-            config.log.metrics,
-            config.train.train_steps,
-            config.log.interval,
-            self.progress.step,
-        )
-        active = ranks.rank == 0
-        self._log = ranks.on_all(lambda: Log(path, train_steps=steps, interval=every, start_step=start, active=active))
+        log, steps, start, active = config.log, config.train.train_steps, self.progress.step, ranks.rank == 0
+        kept = {"train_steps": steps, "interval": log.interval, "start_step": start}
+        self._log = ranks.on_all(lambda: Log(log.metrics, **kept, active=active))
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
         attempt = ranks.broadcast(secrets.token_hex(8))

@@ -94,8 +94,9 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     if parallel.grad_reduce == "bf16":  # what this rank sends and what it receives
         gradients += 4 * (travelling + of_gradients) // wide.itemsize
     is_gpu, held = config.train.device != "cpu", {run.holders for run in runs}
-    used = held | {part for axes in held for part in nested(axes) if part} | {(Axis.TP,), (Axis.DP,)}
-    most_peers = max(sizes[axes] for axes in used) - 1 if parallel.grad_reduce == "bf16" else 0
+    used = held | {part for axes in held for part in nested(axes) if part} | {(Axis.TP,), (Axis.DP,), (Axis.CP,)}
+    exchanging = used if parallel.grad_reduce == "bf16" else {(Axis.CP,)}
+    most_peers = max(sizes[axes] for axes in exchanging) - 1
     return RankMemory(
         parameters=parameters * dtype.itemsize,
         gradients=gradients * wide.itemsize,
@@ -113,15 +114,15 @@ def group_bytes(
 ) -> int:
     """Return what NCCL takes for the groups of a rank: those along `used` axes, all ranks, and links of the pipeline.
 
-    Equal groups along axes are one. `num_peers` ranks exchange gradients.
+    Equal groups along axes are one. This rank exchanges with `num_peers` others, gradients or heads.
     """
-    mine = {
+    members_here = {
         ((), ranks) if name in GROUPS else (name, ranks)
         for name, members in groups.items()
         for ranks in members
         if rank in ranks and len(ranks) > 1 and GROUPS.get(name, ()) in {(), *used}
     }
-    return sum(PAIR_BYTES if len(ranks) == 2 else GROUP_BYTES for _, ranks in mine) + PEER_BYTES * min(
+    return sum(PAIR_BYTES if len(ranks) == 2 else GROUP_BYTES for _, ranks in members_here) + PEER_BYTES * min(
         num_peers, MOST_PEERS
     )
 

@@ -4,7 +4,7 @@ import torch
 
 from ckptkit import rank_stages
 from datakit import unread_lines
-from threefold.console import print_facts
+from threefold.console import log, print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
 from trainer.config.resolve import layout_of, tiers_of
@@ -15,11 +15,15 @@ from trainer.pipeline.schedules import SCHEDULES, with_transfers
 from trainer.pipeline.simulate import costs, simulate
 from trainer.run.activations import kept_by_choice
 from trainer.run.banner import banner
-from trainer.run.memory import rank_memory, size_text
+from trainer.run.memory import arena_bytes, rank_memory, size_text
+from trainer.run.memory_check import Plan, check_memory, device_memory
 
 
-def print_plan(config: Config) -> int:
-    """Open the stores, print the facts of a run and the memory of a rank of each pipeline stage; return 0."""
+def print_plan(config: Config, device_bytes: int = 0) -> int:
+    """Open the stores, print the facts of a run and the memory of a rank of each pipeline stage; return 0.
+
+    UserError if a rank takes more than `device_bytes`, by default those of the GPU here, if there is one.
+    """
     config = with_vocabulary(config)
     blend = open_blend(config)
     if config.train.eval_interval:
@@ -32,11 +36,18 @@ def print_plan(config: Config) -> int:
         stages = " and ".join(map(str, rank_stages(layout_of(config), pp)))
         which = f"a rank of stage {stages}: " if config.parallel.pp > 1 else "a rank: "
         facts.append(("memory", which + str(rank_memory(config, pp))))
+    if config.checkpoint.save:
+        arena = max(arena_bytes(config, pp) for pp in range(config.parallel.pp))
+        facts.append(("host", f"{size_text(arena)} of memory a rank for saves (--checkpoint.window-mib bounds it)"))
     kept = ", ".join(f"{choice} {size_text(size)}" for choice, size in kept_by_choice(config).items())
     facts.append(("kept", f"activations of a rank, at most, by train.recompute: {kept}"))
     if config.parallel.pp > 1:
         facts.append(("bubble", bubble(config)))
+    device_bytes = device_bytes or device_memory(device)
+    if (left := device_bytes - Plan(config).total) >= 0:
+        facts.append(("fits", f"{size_text(left)} of {size_text(device_bytes)} of a device are left"))
     print_facts([*facts, ("dry run", "nothing was started or written")])
+    check_memory(config, device_bytes, log)
     return EXIT_OK
 
 

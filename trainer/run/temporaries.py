@@ -58,15 +58,14 @@ def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:
     travels = whole if cuts_tokens(config) else 0  # a tensor of all tokens, before or after the ranks cut it
     makes_mlp, makes_attention = (again.is_full or name in again.modules for name in ("mlp", "attention"))
     made_mlp = norm * bool(again.is_full or again.modules) + sizes.packed * makes_mlp
-    made_attention = (sizes.qkv + sizes.result * (not again.keeps_attention)) * makes_attention
+    made_attention = (sizes.qkv + sizes.moved + sizes.result * (not again.keeps_attention)) * makes_attention
     # the stream and the branches before it, down's input and result
     forward = 2 * stream + sizes.product + whole + travels * stream // whole + made_mlp
-    made = made_mlp + (made_attention + norm + stream if again.is_full else 0)
-    narrow = stream + sizes.product + travels + made
-    widen = stream + whole + 2 * travels + made
+    made_layer = made_mlp + (made_attention + norm + stream if again.is_full else 0)
+    narrow = stream + sizes.product + travels + made_layer
+    widen = stream + whole + 2 * travels + made_layer
     # attention's backward, while a layer that is made again as a whole has gate and up still
     freed = 0 if again.is_full else norm + sizes.packed * (not makes_mlp)
     kernel = sizes.queries + sizes.heads + sizes.sums_of(config)  # the gradients of its result, q, k and v
-    made = sizes.packed * again.is_full + stream * again.is_full + norm + made_attention
-    attention = 2 * stream + made + kernel - freed
+    attention = 2 * stream + (sizes.packed + stream) * again.is_full + norm + made_attention + kernel - freed
     return max(forward, narrow, widen, attention)

@@ -30,6 +30,7 @@ KEEPS = {
         "recompute_modules",
         "recompute_num_layers",
         "recompute_keep",
+        "memory_check",
         "eval_interval",
         "max_time_s",
         "peak_tflops",
