@@ -1,0 +1,55 @@
+"""No loss of power, at any moment of a program, takes back what it had promised."""
+
+import os
+
+import pytest
+
+from tests.power_loss.exploring import recorded
+from tests.power_loss.programs import PROGRAMS
+from tools.power_loss.calls import is_possible
+from tools.power_loss.states import MODELS
+
+NUM_RANDOM = int(os.environ.get("POWER_LOSS_STATES", "3"))  # of each moment, besides those with one change lost or kept
+QUICK = ("save", "store")
+
+needs_strace = pytest.mark.skipif(not is_possible(), reason="strace is not installed")
+some = [name if name in QUICK else pytest.param(name, marks=(pytest.mark.slow, pytest.mark.ci)) for name in PROGRAMS]
+
+
+@needs_strace
+@pytest.mark.parametrize("name", some)
+def test_every_state_keeps_what_was_promised(name: str) -> None:
+    with recorded(name) as program:
+        assert program.recording.promises
+        for model in MODELS:
+            tally = program.explore(model, num_random=NUM_RANDOM)
+            assert tally.faults == {}, model
+            assert tally.num_trees > 5
+
+
+OLDER = "names what was durable before the program began"
+DEBRIS = "what comes back has no root, and a later prune removes it"
+UNSEEN = {
+    "prune": {".": OLDER, "run": OLDER, "run/step-#/a": DEBRIS},
+    "remove": {".": OLDER, "run": OLDER, "run/step-#/a": DEBRIS},
+    "rollback": {".": OLDER, "run": OLDER},
+    "undo": {".": OLDER, "run": OLDER, "run/step-#/a": "a note of the rollback says nothing of a step with a root"},
+    "preprocess": {
+        "store/.work/items": "an item whose note is lost is made once more",
+        "store/.work/items/.#.json.#.tmp": "an item whose note is torn is made once more",
+    },
+    "archive": {
+        f"archive/.work/.shard-#-#.{kind}.zst.json.#.tmp": "a torn note of a finished file lets it be made once more"
+        for kind in ("bin", "idx", "origin")
+    },
+}
+
+
+@needs_strace
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_use_of_fsync_that_is_left_out_is_found(name: str) -> None:
+    with recorded(name) as program:
+        uses = sorted({sync.use for sync in program.recording.syncs})
+        unseen = {use for use in uses if not program.explore("weakest", without=use, stops_at_fault=True).faults}
+    assert unseen == UNSEEN.get(name, dict[str, str]()).keys()

@@ -1,0 +1,148 @@
+"""The trees that a loss of power may leave, at any moment of a recording, by what a file system promises."""
+
+import hashlib
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.power_loss.disk import Recording, Tree
+
+AGE_S = 2 * 86_400.0  # of a tree: a machine is not back at once
+MODELS = {
+    "weakest": "every change that is not durable is kept or lost by itself",
+    "journal": "entries are kept up to some moment, in the order of their changes, as by ext4 and XFS; data by itself",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What may be there after a loss of power at a moment: the changes that were kept, by their numbers, in order."""
+
+    moment: int
+    changes: tuple[int, ...]
+    promises: tuple[str, ...]
+
+
+def states(recording: Recording, model: str, *, num_random: int = 0, seed: int = 0) -> Iterator[State]:
+    """Draw the states of every moment, each once: all of those with one change lost or one kept, and some others."""
+    rng, seen = random.Random(seed), set[tuple[tuple[int, ...], int]]()
+    durable_at = recording.durable_at if model == "weakest" else recording.in_journal_at
+    moments = sorted(
+        {moment for each in (*recording.changes, *recording.syncs) for moment in (each.began, each.ended)}
+        | {moment for moment, _ in recording.promises}
+    )
+    for moment in moments:
+        began = [number for number, change in enumerate(recording.changes) if change.began <= moment]
+        sure = frozenset(number for number in began if durable_at[number] <= moment)
+        unsure = [number for number in began if number not in sure]
+        promises = tuple(text for since, text in recording.promises if since <= moment)
+        draw = _weakest if model == "weakest" else _journal
+        for chosen in draw(recording, unsure, num_random, rng):
+            numbers = tuple(number for number in began if number in sure or number in chosen)
+            if (numbers, len(promises)) not in seen:
+                seen.add((numbers, len(promises)))
+                yield State(moment, numbers, promises)
+
+
+def _weakest(
+    recording: Recording, unsure: Sequence[int], num_random: int, rng: random.Random
+) -> Iterator[frozenset[int]]:
+    everything = frozenset(unsure)
+    yield from (everything, frozenset())
+    for number in unsure:
+        yield everything - {number}
+        yield frozenset((number,))
+    if len(unsure) > 2:
+        for _ in range(num_random):
+            yield frozenset(number for number in unsure if rng.random() < 0.5)
+
+
+def _journal(
+    recording: Recording, unsure: Sequence[int], num_random: int, rng: random.Random
+) -> Iterator[frozenset[int]]:
+    names = [number for number in unsure if recording.changes[number].entries]
+    data = frozenset(unsure) - frozenset(names)
+    for count in range(len(names) + 1):
+        first = frozenset(names[:count])
+        yield from (first | data, first)
+    everything = frozenset(names)
+    for number in data:
+        yield everything | data - {number}
+        yield everything | {number}
+    if data:
+        for _ in range(num_random):
+            first = frozenset(names[: rng.randint(0, len(names))])
+            yield first | {number for number in data if rng.random() < 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How many states were drawn, how many trees they are, and what is wrong with some, each with its first moment."""
+
+    num_states: int
+    num_trees: int
+    faults: dict[str, int]
+
+
+Check = Callable[[Path, Sequence[str]], str]  # a folder, and what had been promised: what is wrong with it, or nothing
+
+
+def explore(
+    recording: Recording,
+    model: str,
+    check: Check,
+    folder: Path,
+    *,
+    num_random: int = 0,
+    seed: int = 0,
+    is_unread: Callable[[str], bool] = lambda _: False,
+    stops_at_fault: bool = False,
+) -> Tally:
+    """Check every tree that a loss of power may leave, each once for what had been promised.
+
+    Each is made where the folder was recorded, as of two days ago, and should be in memory. Trees that differ only in
+    the bytes of files that nobody reads are one.
+    """
+    num_states, seen, faults = 0, set[bytes](), dict[str, int]()
+    for state in states(recording, model, num_random=num_random, seed=seed):
+        num_states += 1
+        tree = recording.tree(state.changes)
+        key = _key(tree, state.promises, is_unread)
+        if key in seen:
+            continue
+        seen.add(key)
+        shutil.rmtree(folder)
+        make(tree, folder)
+        fault = check(folder, state.promises)
+        if fault:
+            faults.setdefault(fault, state.moment)
+            if stops_at_fault:
+                break
+    return Tally(num_states, len(seen), faults)
+
+
+def _key(tree: Tree, promises: Sequence[str], is_unread: Callable[[str], bool]) -> bytes:
+    digest = hashlib.blake2b(repr(promises).encode())
+    for path in sorted(tree):
+        content = tree[path]
+        digest.update(path.encode() + b"\0")
+        if content is not None and not is_unread(path):
+            digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.digest()
+
+
+def make(tree: Tree, folder: Path) -> None:
+    """Make a tree in a folder that is not there yet, as it was two days ago."""
+    folder.mkdir()
+    then = time.time() - AGE_S
+    for path, content in tree.items():
+        if content is None:
+            (folder / path).mkdir()
+        else:
+            (folder / path).write_bytes(content)
+    for path in reversed(tree):
+        os.utime(folder / path, (then, then))
