@@ -16,6 +16,7 @@ from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
 from threefold.closing import Making
 from threefold.errors import UserError
+from threefold.storage.folders import make_folders, sync_way
 
 MAX_UINT16_VOCAB = 65500
 MAX_SHARD_DOCUMENTS = 1 << 20
@@ -141,7 +142,9 @@ def write_store(
     """Make a store of documents that are tokenized already, `shard_documents` of them a shard."""
     folder, dtype = Path(path), store_dtype(vocab_size)
     with writing(folder):
-        folder.mkdir(parents=True)
+        make_folders(folder.parent)
+        folder.mkdir()
+        sync_way(folder)
     shards = ShardSequence(folder, dtype, "shard-{:06}-000".format, min(shard_documents, MAX_SHARD_DOCUMENTS))
     for number, document in enumerate(documents):
         tokens = np.asarray(document, dtype=np.int64)
