@@ -121,6 +121,16 @@ def test_a_step_reads_nothing_back(layout: str, schedule: Any, num_parts: int, m
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_step_of_what_is_cut_reads_nothing_back(zero_stage: Any, device: str) -> None:
+    config = small(config_for("llama", ParallelLayout(dp=4), device=device))
+    parallel = replace(config.parallel, zero_stage=zero_stage, dp_shard=2, zero_whole_kib=0)
+    run_threads(4, two_steps, replace(config, parallel=parallel))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_a_number_that_a_step_reads_is_seen(device: str) -> None:
     config = small(config_for("llama", ParallelLayout(), device=device))
     engine = make_engine(0, config)

@@ -134,6 +134,26 @@ def test_a_step_calls_its_groups_as_often_as_the_layout_says(cuts: bool) -> None
         assert sent == [8 * 16 * 32 // (2 if cuts else 1)] * num_microbatches
 
 
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_what_a_micro_batch_sends_stays_in_its_shard_group(zero_stage: int) -> None:
+    """A bucket crosses replicas once a step each way; all ranks issue all calls in one order."""
+    one = small(config_for("llama", ParallelLayout(dp=4), zero_stage=zero_stage))
+    one = replace(one, parallel=replace(one.parallel, dp_shard=2, zero_whole_kib=0))
+    recordings = run_threads(4, recorders, one)
+    counts, num_microbatches = recordings[0].counts(), one.train.gradient_accumulation_steps
+    cut = counts["reduce_scatter", "replica"]
+    assert cut > 0
+    assert counts["all_gather", "replica"] == cut
+    assert counts["reduce_scatter", "shard"] == num_microbatches * cut
+    gathers, several = counts["all_gather", "shard"], counts["all_gather_coalesced", "shard"]
+    if zero_stage == 2:
+        assert (gathers, several) == (cut, 0)
+    else:  # one call a pass of a unit: a layer's matrices and norms together
+        assert 3 * num_microbatches < several <= 2 * 3 * num_microbatches
+        assert 2 * num_microbatches < gathers <= 2 * 3 * num_microbatches
+    assert all(each.calls == recordings[0].calls for each in recordings)
+
+
 def recorders(rank: int, config: Config, *, network: Network) -> Recording:
     """What a rank called in one step."""
     engine = make_engine(rank, config, network=network)

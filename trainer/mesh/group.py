@@ -17,6 +17,7 @@ from trainer.mesh.clock import Clock
 from trainer.mesh.layout import Axes, Axis
 
 Op = Literal["sum", "max"]
+Tensors = Sequence[Tensor]
 
 
 class Handle(Protocol):
@@ -37,6 +38,7 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> Handle | None: ...
     def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None: ...
     def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None: ...
+    def all_gather_coalesced(self, flats: Tensors, shares: Tensors, *, is_async: bool) -> Handle | None: ...
     def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> Handle | None: ...
     def send(self, tensor: Tensor, to: int) -> Handle | None: ...
     def receive(self, tensor: Tensor, source: int) -> Handle | None: ...
@@ -122,6 +124,17 @@ class Group:
             whole = share.new_empty(self.size * len(share), *share.shape[1:])
         return Work(self, "all_gather", whole, self._call("all_gather", whole, share, is_async=True), share)
 
+    def start_gathers(self, shares: Tensors, wholes: Tensors) -> Work:
+        """Begin to gather the shares of all ranks into each of several tensors, by one call; they keep both."""
+        if self.transport is None:
+            for share, whole in zip(shares, wholes, strict=True):
+                whole.copy_(share)
+            return Work(self, "all_gather", wholes[0], None)
+        if len(wholes) == 1:
+            return self.start_gather(shares[0], wholes[0])
+        handle = self._call("all_gather_coalesced", wholes, shares, is_async=True)
+        return Work(self, "all_gather", wholes[0], handle)
+
     def start_scatter(self, whole: Tensor, share: Tensor | None = None) -> Work:
         """Begin to sum a tensor, which it overwrites; the work's tensor is this rank's rows of the sum, in `share`."""
         if self.transport is None:
@@ -162,7 +175,7 @@ class Group:
             error.add_note(f"in {kind} of group {self.name}, ranks {shown}")
             raise
 
-    def _call(self, kind: str, tensor: Tensor, *arguments: Any, is_async: bool = False) -> Handle | None:
+    def _call(self, kind: str, tensor: Tensor | Tensors, *arguments: Any, is_async: bool = False) -> Handle | None:
         if self.transport is None:
             return None
         call = getattr(self.transport, kind)

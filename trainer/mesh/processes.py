@@ -6,12 +6,14 @@ Each group has the run's timeout, else torch's default would apply, and a descri
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
-from trainer.mesh.group import Handle, Op
+from trainer.mesh.group import Handle, Op, Tensors
 
 # torch 2.13 renames both
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,6 +71,17 @@ class Channel:
             place = self._share(flat)
             share = place if flat.is_cuda else place.clone()  # NCCL takes it where it is
         return _all_gather(flat, share, group=self.handle, async_op=is_async)
+
+    def all_gather_coalesced(self, flats: Tensors, shares: Tensors, *, is_async: bool) -> Handle | None:
+        options = AllgatherOptions()
+        options.asyncOp = is_async
+        group: Any = self.handle
+        gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+        handle: Handle = gather(list(flats), list(shares), options)
+        if is_async:
+            return handle
+        handle.wait()
+        return None
 
     def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> Handle | None:
         return dist.all_to_all_single(received, flat, group=self.handle, async_op=is_async)

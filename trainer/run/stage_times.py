@@ -35,7 +35,7 @@ class Nobody:
 
     def _carry(self, *_arguments: object, **_options: object) -> None: ...
 
-    all_reduce = broadcast = reduce_scatter = all_gather = all_to_all = send = receive = _carry
+    all_reduce = broadcast = reduce_scatter = all_gather = all_gather_coalesced = all_to_all = send = receive = _carry
 
 
 def stage_times(config: Config, device: torch.device) -> dict[tuple[str, int], float]:

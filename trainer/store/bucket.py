@@ -237,11 +237,10 @@ class Bucket:
             group, part = self._to_gather.pop(0)
             self._gathering = group.start("all_gather", part)
 
-    def start_gather_into(self, whole: Tensor) -> Work:
-        """Begin to gather parameters that are cut into a leased buffer, and show it to the weights."""
+    def read_from(self, whole: Tensor) -> None:
+        """Let weights read a leased buffer, into which parameters that are cut are gathered once up to date."""
         self.arrive()
         self._attach(values=whole)
-        return self.inner.start_gather(self.parameters, whole)
 
     def gathered(self) -> Tensor:
         """Return the parameters of the padded bucket: of one that is cut, memory of their own."""

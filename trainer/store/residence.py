@@ -26,6 +26,10 @@ class Residence:
         self._parameters, self._gradients = parameters, gradients
         self._gathered = [bucket for bucket in buckets if bucket.cuts_parameters]
         self._summed = [bucket for bucket in buckets if bucket.cuts_gradients]
+        by_group = dict[int, list[Bucket]]()
+        for bucket in self._gathered:
+            by_group.setdefault(id(bucket.inner), []).append(bucket)
+        self._gathered_by_one_call = list(by_group.values())
         self._readers, self._adders = set[object](), set[object]()
         self._read: Lease | None = None
         self._added: Lease | None = None
@@ -66,8 +70,12 @@ class Residence:
 
     def _gather(self) -> Lease:
         lease, is_there = self._parameters.take(size_of(self._gathered), self)
-        for bucket, whole in parts_of(lease, self._gathered) if not is_there else ():
-            lease.pending.append(bucket.start_gather_into(whole).wait)
+        for buckets in () if is_there else self._gathered_by_one_call:
+            wholes = [whole for bucket, whole in parts_of(lease, self._gathered) if bucket in buckets]
+            for bucket, whole in zip(buckets, wholes, strict=True):
+                bucket.read_from(whole)
+            shares = [bucket.parameters for bucket in buckets]
+            lease.pending.append(buckets[0].inner.start_gathers(shares, wholes).wait)
         return lease
 
     def begin_adding(self, adder: object) -> None:

@@ -11,8 +11,17 @@ from tests.trainer.support.training import Job, call, curve
 from threefold.storage import open_storage
 
 MODEL = ["--model.num-layers", 5, "--train.precision", "fp64", "--optim.decay-steps", 10, "--save-interval", 2]
-# two steps each, and the ZeRO stages
-LEGS = {"tp2-dp2-pp2": 1, "pp4": 0, "cp2-dp2": 3, "tp2": 1, "cp4": 3, "tp2-dp3": 3, "tp4-dp2": 2, "tp2-cp2-pp2": 0}
+LEGS = {  # two steps each: the ZeRO stage, and the ranks of a shard group
+    "tp2-dp2-pp2": (1, 0),
+    "pp4": (0, 0),
+    "cp2-dp2": (3, 1),
+    "tp2": (1, 0),
+    "cp4": (3, 0),
+    "dp2-pp3": (3, 0),
+    "dp4": (3, 2),
+    "tp4-dp2": (2, 0),
+    "tp2-cp2-pp2": (0, 0),
+}
 
 
 def axes(layout: str) -> dict[str, int]:
@@ -29,7 +38,7 @@ def test_the_losses_stay(
     steps = ["--train-steps", 2 * len(LEGS)]
     assert call("train", job_config, *MODEL, *steps, "--save", tmp_path / "whole", "--metrics", metrics) == 0
     whole, run = curve(metrics), tmp_path / "run"
-    for number, (layout, zero_stage) in enumerate(LEGS.items()):
+    for number, (layout, (zero_stage, dp_shard)) in enumerate(LEGS.items()):
         sizes = axes(layout)
         flags = [word for axis, size in sizes.items() if axis != "dp" for word in (f"--{axis}", size)]
         if by_reshard and number:
@@ -43,7 +52,7 @@ def test_the_losses_stay(
         num_ranks = math.prod(sizes.values())
         Job(
             num_ranks, job_config, *MODEL, *flags, "--zero-stage", zero_stage, "--train-steps", last, "--save", run,
-            *(("--parallel.zero-whole-kib", 0) if zero_stage > 1 else ()), metrics=metrics,
+            *(("--parallel.zero-whole-kib", 0, "--dp-shard", dp_shard) if zero_stage > 1 else ()), metrics=metrics,
         ).run()  # fmt: skip
         root = read_root(open_storage(run), last)
         assert axes(str(root.layout)) == sizes

@@ -258,6 +258,25 @@ def test_a_layout_of_another_size_is_refused() -> None:
     assert "--nproc-per-node 4" in str(caught.value.hint)
 
 
+def several_gathers(rank: int, *, network: Network | None = None) -> list[list[float]]:
+    mesh = ProcessMesh(ParallelLayout(dp=2), rank, CPU, timeout_s=60, network=network)
+    wholes = [torch.zeros(2), torch.zeros(4)]
+    mesh.dp.start_gathers([torch.full((1,), rank + 1.0), torch.full((2,), rank + 5.0)], wholes).wait()
+    return [whole.tolist() for whole in wholes]
+
+
+def test_several_tensors_are_gathered_by_one_call() -> None:
+    expected = [[1.0, 2.0], [5.0, 5.0, 6.0, 6.0]]
+    assert run_threads(2, several_gathers) == [expected, expected]
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+def test_processes_gather_several_tensors_by_one_call() -> None:
+    expected = [[1.0, 2.0], [5.0, 5.0, 6.0, 6.0]]
+    assert run_ranks(2, several_gathers) == [expected, expected]
+
+
 def test_collectives_go_through_groups() -> None:
     """torch.distributed is named where groups are carried, where ranks agree by bytes, and where they are started."""
     root = Path(trainer.__file__).parent

@@ -43,8 +43,9 @@ class Recorded:
     def __getattr__(self, kind: str) -> Callable[..., Any]:
         carry = getattr(self._transport, kind)
 
-        def call(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-            self._calls.append(Call(kind, self._group, tensor.numel() * tensor.itemsize))
+        def call(tensor: Tensor | Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
+            tensors = [tensor] if isinstance(tensor, Tensor) else tensor
+            self._calls.append(Call(kind, self._group, sum(each.numel() * each.itemsize for each in tensors)))
             return carry(tensor, *arguments, **options)
 
         return call

@@ -169,6 +169,11 @@ class ThreadTransport:
     def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> "Handle | None":
         return self._join(all_gather, flat, is_async=is_async, share=share)
 
+    def all_gather_coalesced(self, flats: Any, shares: Any, *, is_async: bool) -> "Several | None":
+        pairs = zip(flats, shares, strict=True)
+        several = Several([self._join(all_gather, flat, is_async=True, share=share) for flat, share in pairs])
+        return several if is_async else several.wait()
+
     def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> "Handle | None":
         return self._join(all_to_all, received, is_async=is_async, share=flat)
 
@@ -220,6 +225,18 @@ class Handle:
 
     def wait(self) -> None:
         self._turns.wait(self._rank, self._transfer)
+
+
+class Several:
+    """Transfers that are waited for together."""
+
+    def __init__(self, handles: Sequence["Handle | None"]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            if handle is not None:
+                handle.wait()
 
 
 Tensors = Sequence[Tensor]  # one a rank

@@ -15,6 +15,7 @@ from typing import Any
 from threefold.flags import Settings
 from threefold.options import Fault, FlagText, merge, walk
 from trainer.config import Config
+from trainer.config.resolve import ranks_a_sample
 
 MARK = "~"
 PATTERN = re.compile(r"\(?\[(?P<kinds>[01](?:,[01])*)\](?:\*(?P<times>\d{1,4}))?\)?")  # of layers, 1 with a window
@@ -54,7 +55,7 @@ def complete(
         if text is None:
             continue
         draft = walk(Config, merge(tables, settings), [])
-        left_over = world_size // (draft.parallel.tp * draft.parallel.pp)
+        left_over = world_size // ranks_a_sample(draft)
         draft = replace(draft, parallel=replace(draft.parallel, dp=draft.parallel.dp or left_over))
         try:
             options = work_out(draft, text)
@@ -143,8 +144,10 @@ def replicas(config: Config, text: FlagText) -> dict[str, str]:
         return {}
     if size:
         return {"parallel.dp": str(number * size), "parallel.zero_stage": "3"}
-    if not dp or dp % number:
-        raise ValueError(f"{number} does not divide the {dp} ranks of dp, or it is not said how many: --dp {number}")
+    if not dp:
+        raise ValueError(f"{number} replicas are of ranks of dp that no flag counts: --dp {2 * number}")
+    if dp % number:
+        raise ValueError(f"{number} does not divide the {dp} ranks of dp: --dp {-(-dp // number) * number}")
     return {"parallel.dp_shard": str(dp // number), "parallel.zero_stage": "3"}
 
 

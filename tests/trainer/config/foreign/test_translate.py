@@ -322,5 +322,7 @@ def test_replicas_are_of_the_ranks_that_were_started() -> None:
     arguments = build_parser().parse_args(["train", "run.toml", "--tp", "2", REPLICAS, "2", SHARD, "-1"])
     parallel = load_config(None, settings_of(arguments), world_size=16).parallel
     assert (parallel.dp, parallel.dp_shard, parallel.zero_stage) == (8, 4, 3)
-    with pytest.raises(UserError, match=r"degree: 3 does not divide the 4 ranks of dp, .* --dp 3"):
+    with pytest.raises(UserError, match=r"degree: 3 does not divide the 4 ranks of dp: --dp 6"):
         parsed("run.toml", REPLICAS, "3", "--dp", "4")
+    with pytest.raises(UserError, match=r"degree: 3 replicas are of ranks of dp that no flag counts: --dp 6"):
+        parsed("run.toml", REPLICAS, "3")
