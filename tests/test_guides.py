@@ -188,6 +188,8 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Suspect a kernel": write_config,
     "Cut a model over the GPUs of a node": write_config,
     "Several nodes": write_config,
+    "Train with it": write_config,
+    "When a step runs out of memory": write_config,
     "Two ranks of one machine": write_config,
     "Save to two places": write_config,
     "Memory as the first tier": write_config,

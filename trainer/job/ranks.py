@@ -21,13 +21,9 @@ from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
 from trainer.job.failure import record
 from trainer.job.rendezvous import MOST_NAMED, Board, Rendezvous
-from trainer.job.whereabouts import Whereabouts
+from trainer.job.whereabouts import RankLost, Whereabouts
 
 T = TypeVar("T")
-
-
-class RankLost(StorageError):
-    """Another rank did not come to a call that all make: it ended, hangs or is late."""
 
 
 class Ranks:
@@ -59,12 +55,20 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         if self.whereabouts is not None:
             self.whereabouts.close()
         # NCCL would wait for ranks that hang after an error of this one; gloo aborts if it is not left in order
         if self.world_size > 1 and (kind is None or self.device.type == "cpu"):
             dist.destroy_process_group()
+        if isinstance(error, RankLost) and self.whereabouts is not None and self.whereabouts.is_ended_by_another:
+            record(error)
+            raise SystemExit(error.exit_code) from None  # the rank that it lost says why
+
+    def post_end(self) -> None:
+        """Let the other ranks know that this one ends by a fault that it reports itself."""
+        if self.whereabouts is not None:
+            self.whereabouts.post_end()
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Run an action on every rank and return its value; if it fails on any rank, fail on all."""
@@ -105,6 +109,8 @@ class Ranks:
         """
         said = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". This is typically")[0]
         text = "; ".join([said, *getattr(error, "__notes__", ())])
+        if self.whereabouts is not None:
+            self.whereabouts.close()  # this rank ends by itself
         if not re.search("time(d )?out", text, re.IGNORECASE):
             return RankLost(
                 f"{where}another rank is gone: {text}",

@@ -1,6 +1,7 @@
 """Whereabouts: at which step each rank of a job is, and what it does there, for who waits for it in vain.
 
 A thread of its own posts what the training thread noted last on the job's board: nothing of a step waits for that.
+It also reads there that another rank ended by a fault: then this one, which may wait for it in a kernel, ends soon.
 """
 
 import json
@@ -8,10 +9,17 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from threefold.errors import StorageError
+from trainer.job.failure import leave, record
 from trainer.job.rendezvous import Board
 
 PERIOD_S, LEAST_PERIOD_S = 10.0, 0.2
+ENDS_WITHIN_S, ENDED = 10.0, "a rank ended"  # after it was read on the board
 STAGES = ("reads its batch", "trains", "agrees", "evaluates", "saves")  # of a step, in their order
+
+
+class RankLost(StorageError):
+    """Another rank did not come to a call that all make: it ended, hangs or is late."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,6 +58,16 @@ class Whereabouts:
                 places[rank] = place
         return places
 
+    def post_end(self) -> None:
+        """Post that this rank ends by a fault, which it reports."""
+        self.close()
+        self._board.post(ENDED, str(self._rank))
+
+    @property
+    def is_ended_by_another(self) -> bool:
+        """Return whether another rank posted that."""
+        return self._board.read(ENDED) not in (None, str(self._rank))
+
     def close(self) -> None:
         """End the thread."""
         self._over.set()
@@ -60,6 +78,10 @@ class Whereabouts:
             if place != self._posted:
                 self._board.post(_key(self._rank), json.dumps([place.step, place.stage]))
                 self._posted = place
+            if self.is_ended_by_another and not self._over.wait(ENDS_WITHIN_S):
+                lost = RankLost("another rank ended by a fault, which it reported")
+                record(lost)
+                leave(lost.exit_code)
 
 
 def _key(rank: int) -> str:

@@ -49,6 +49,7 @@ class StepMetrics:
     bubble_s: float
     checkpoint_stall_s: float
     memory_gib: float  # peak of one rank: GPU memory allocated, or resident set on a CPU
+    memory_of_plan: float | None  # the most that torch reserved on a GPU over its plan; None on a CPU
 
     def console(self, train_steps: int, left_s: float) -> str:
         """Return the line for people; `left_s` is how long the steps that are left will take."""

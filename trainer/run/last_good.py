@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from threefold.cli import log
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saver import Saver
-from trainer.job.ranks import RankLost, Ranks
+from trainer.job.ranks import Ranks
+from trainer.job.whereabouts import RankLost
 
 POSTED = "last good step"  # where on the board
 

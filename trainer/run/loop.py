@@ -21,7 +21,8 @@ from trainer.config import Config
 from trainer.data import StepReader, open_blend, open_loader, token_fault, with_vocabulary
 from trainer.engine import Engine
 from trainer.job.failure import code_of_rank
-from trainer.job.ranks import RankLost, Ranks
+from trainer.job.ranks import Ranks
+from trainer.job.whereabouts import RankLost
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
 from trainer.model.flops import BatchFlops
@@ -34,6 +35,7 @@ from trainer.run.evaluate import Evaluation
 from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
 from trainer.run.memory_check import check_memory, device_memory
+from trainer.run.out_of_memory import MemoryWatch
 from trainer.run.queues import ranks_of
 from trainer.run.started import Intake, Started, peak_memory_gib
 from trainer.run.stop import StopRequest, cause_of, exit_code
@@ -57,7 +59,7 @@ def train(config: Config) -> int:
         run = Run(ranks.on_all(lambda: completed(config)), ranks, stop)
         with run.saving_at_faults():
             while run.goes_on:
-                ranks.naming_rank(run.step)
+                ranks.naming_rank(lambda: run.memory.answering(run.step))
         return ranks.naming_rank(run.finish)
 
 
@@ -95,6 +97,7 @@ class Run:
             print_facts(banner(config, ranks.device, blend, tiers))
         resumed = resume(ranks, self.engine, config, tiers)
         self.config = self.engine.config = config = resumed.config
+        self.memory = MemoryWatch(config, ranks, self.mesh.coords.pp)
         self._choose_ops(resumed.ops)
         self.progress = resumed.progress
         if config.data.mixture:  # what was recorded says where a step begins, and how much was read of what is gone
@@ -239,6 +242,7 @@ class Run:
             "data_wait_s": started.taken.wait_s,
             "checkpoint_stall_s": self._saver.pop_stall_s(),
             "memory_gib": peak_memory_gib(ranks.device),
+            "memory_of_plan": self.memory.share_of_plan or 0.0,
         }
         asked = [self._saver.poll(), self._stop.number, is_busy, self._saver.is_time]
         ranks.note(self.progress.step, "agrees")
@@ -257,7 +261,7 @@ class Run:
                 tokens=started.progress.tokens,
                 loss_tokens=stats.num_tokens,
                 step_s=step_s,
-                **dict(zip(measured, largest)),
+                **dict(zip(measured, largest)) | {"memory_of_plan": largest[len(measured) - 1] or None},
                 **throughput(
                     num_tokens=train.global_batch_size * started.taken.length,
                     num_samples=train.global_batch_size,

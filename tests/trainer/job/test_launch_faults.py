@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from threefold.errors import StorageError
 from trainer.job.failure import record
 from trainer.job.launch_faults import FailedLaunch, report_ranks
-from trainer.job.ranks import RankLost
+from trainer.job.whereabouts import RankLost
 
 HOST = socket.gethostname()
 Failed = Callable[..., ChildFailedError]

@@ -15,6 +15,7 @@ KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "tokens_per_s", "tokens_per_s_per_gpu",
     "samples_per_s", "tflops_per_gpu", "mfu", "step_s",
     "data_wait_s", "comm_s", "comm_tp_s", "comm_cp_s", "comm_dp_s", "bubble_s", "checkpoint_stall_s", "memory_gib",
+    "memory_of_plan",
 }  # fmt: skip
 
 
@@ -25,7 +26,7 @@ def metrics(step: int, *, peak: float | None = None) -> StepMetrics:
     return StepMetrics(
         step=step, loss=3.5, grad_norm=1.0, lr=1e-3, tokens=4000 * step, loss_tokens=3900, step_s=2.0,
         data_wait_s=0.1, comm_s=0.2, comm_tp_s=0.1, comm_cp_s=0.0, comm_dp_s=0.05, bubble_s=0.3, checkpoint_stall_s=0.0,
-        memory_gib=1.0, **rates,
+        memory_gib=1.0, memory_of_plan=None, **rates,
     )  # fmt: skip
 
 

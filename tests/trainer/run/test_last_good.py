@@ -20,7 +20,7 @@ from threefold.storage import open_storage
 from trainer.checkpoint.saver import Saver
 from trainer.data import StepReader
 from trainer.engine import Engine
-from trainer.job.ranks import RankLost
+from trainer.job.whereabouts import RankLost
 from trainer.model.microbatch import Batch
 from trainer.run.evaluate import Evaluation
 from trainer.store.store import ParameterStore
@@ -186,7 +186,7 @@ def test_an_evaluation_that_fails_otherwise_ends_the_run_saved(
     job_config: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Engine, "eval_batch", raises(torch.OutOfMemoryError("no memory left")))
-    assert train(job_config, tmp_path, "--train.eval-interval", 5) == 1
+    assert train(job_config, tmp_path, "--train.eval-interval", 5) == 2
     assert committed_steps(open_storage(tmp_path / "run")) == [5]
 
 

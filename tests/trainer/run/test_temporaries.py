@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checks import require
 from tests.trainer.run.test_activations import MODELS, Born
 from tests.trainer.support.parity import make_engine
 from tests.trainer.support.threads import run_threads
@@ -46,17 +45,30 @@ def share_of_peak(engine: Engine, held_bytes: int = 0) -> float:
     engine.store.begin_step()
     batch = random_batch(engine)
     weights_S = batch.weights_S
-    require(weights_S is not None, "a batch of training has weights")
+    if weights_S is None:
+        raise TypeError("a batch of training has weights")
     gc.collect()
     with Peak() as peak:
         loss = engine.chunks[0].forward(None, batch)
-        (loss * weights_S).sum().backward()
+        torch.autograd.backward((loss * weights_S).sum())
     return (activation_bytes(engine.config, 0) + temporary_bytes(engine.config, 0) + held_bytes) / peak.peak
 
 
 def config_of(model: str, train: dict[str, Any], parallel: dict[str, Any] | None = None, **shape: Any) -> Config:
-    wide = {"num_layers": 3, "hidden_size": 128, "num_heads": 4, "ffn_hidden_size": 448, "vocab_size": 10}
-    batch = {"micro_batch_size": 2, "seq_length": 64, "global_batch_size": 2, "device": "cpu", "precision": "bf16"}
+    wide: dict[str, Any] = {
+        "num_layers": 3,
+        "hidden_size": 128,
+        "num_heads": 4,
+        "ffn_hidden_size": 448,
+        "vocab_size": 10,
+    }
+    batch: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "seq_length": 64,
+        "global_batch_size": 2,
+        "device": "cpu",
+        "precision": "bf16",
+    }
     tables = {"model": wide | MODELS[model] | shape, "train": batch | train, "parallel": parallel or {}}
     return config_from(tables, source="", world_size=None)
 
