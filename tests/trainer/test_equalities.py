@@ -137,7 +137,14 @@ def test_gradients_and_parameters_that_are_cut(model: str, layout: str) -> None:
 SLOW_NESTED = [
     (model, layout, dp_shard)
     for model in ("llama", "gpt2")
-    for layout, dp_shard in (("dp4", 2), ("tp2-dp4", 2), ("dp4-pp2", 2), ("tp4-dp2", 1), ("dp4-pp2-virtual2", 1))
+    for layout, dp_shard in (
+        ("dp4", 2),
+        ("tp2-dp4", 2),
+        ("dp4-pp2", 2),
+        ("cp2-dp2", 1),
+        ("tp4-dp2", 1),
+        ("dp4-pp2-virtual2", 1),
+    )
     if (model, layout) != ("llama", "dp4")
 ]
 NESTED = [("llama", "dp4", 2), *(pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.ci)) for case in SLOW_NESTED)]

@@ -179,7 +179,7 @@ def shard_faults(config: Config, world_size: int) -> Iterator[Fault]:
     if dp and shard and dp % shard:
         nearest = max(size for size in range(1, dp + 1) if dp % size == 0 and size <= shard)
         text = f"parallel.dp_shard {shard} does not divide the {dp} ranks of dp: --dp-shard {nearest}"
-        yield {"parallel.dp_shard", "parallel.dp", "parallel.tp", "parallel.pp"}, text
+        yield {"parallel.dp_shard", "parallel.dp", "parallel.tp", "parallel.cp", "parallel.pp"}, text
 
 
 def data_faults(config: Config) -> Iterator[Fault]:
