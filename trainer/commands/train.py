@@ -45,7 +45,6 @@ class Options:
         "with --dry-run: memory of a GPU, as 79GiB, for the plan of a rank to fit in; else that of the GPU here",
         metavar="SIZE",
         parse=_size,
-        needs={"dry_run": True},
     )
     flags: Settings = settings(Config, foreign=translated)
 
@@ -58,7 +57,12 @@ def run(options: Options) -> int:
 
     if options.from_megatron:
         beside = [options.config] * bool(options.config) + [text.flag for text in options.flags.values()]
-        return print_converted(options.from_megatron, beside + ["--dry-run"] * options.dry_run)
+        ours = {"--dry-run": options.dry_run, "--device-memory": options.device_memory}
+        return print_converted(options.from_megatron, beside + [flag for flag, value in ours.items() if value])
+    if options.device_memory and not options.dry_run:
+        raise UserError(
+            "--device-memory is for a dry run: a run is compared with the GPUs that it has", hint="--dry-run"
+        )
     num_ranks = None if options.dry_run and "WORLD_SIZE" not in os.environ else world_size()
     config = before_ranks(lambda: load_config(named(options.config), options.flags, world_size=num_ranks))
     if options.dry_run:

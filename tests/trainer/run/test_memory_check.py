@@ -112,6 +112,11 @@ def test_a_size_that_is_none(command: list[object], size: str, capsys: Capture) 
     assert "is not a size like 79GiB" in capsys.readouterr().err
 
 
+def test_a_run_has_a_device_of_its_own(job_config: Path, capsys: Capture) -> None:
+    assert call("train", job_config, "--device-memory", "1GiB") == 2
+    assert "hint: --dry-run\n" in capsys.readouterr().err
+
+
 def test_ways_are_of_different_kinds_and_the_largest_come_first() -> None:
     plan = Plan(config_of("llama", {"micro_batch_size": 4, "global_batch_size": 16}, {"dp": 2}, vocab_size=5000))
     ways = best_ways(plan, plan.total // 2)
