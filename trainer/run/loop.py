@@ -91,13 +91,13 @@ class Run:
         blend = ranks.on_all(lambda: open_blend(config))
         ranks.on_all(lambda: check_memory(config, device_memory(ranks.device), ranks.say))
         self.mesh = mesh_of(config, ranks.rank, ranks.device)
-        self.engine = ranks.on_all(lambda: Engine(config, self.mesh))
+        self.memory = MemoryWatch(config, ranks, self.mesh.coords.pp)
+        self.engine = ranks.on_all(lambda: self.memory.making(lambda: Engine(config, self.mesh)))
         tiers = tiers_here(ranks, config)
         if ranks.rank == 0:
             print_facts(banner(config, ranks.device, blend, tiers))
         resumed = resume(ranks, self.engine, config, tiers)
         self.config = self.engine.config = config = resumed.config
-        self.memory = MemoryWatch(config, ranks, self.mesh.coords.pp)
         self._choose_ops(resumed.ops)
         self.progress = resumed.progress
         if config.data.mixture:  # what was recorded says where a step begins, and how much was read of what is gone

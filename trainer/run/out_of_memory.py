@@ -7,6 +7,7 @@ the end of its connections, or by a thread where a GPU waits for a rank that is 
 from collections.abc import Callable
 from pathlib import Path
 from resource import getpagesize
+from typing import TypeVar
 
 import torch
 
@@ -16,21 +17,33 @@ from trainer.job.ranks import Ranks
 from trainer.run.memory import rank_memory, size_text
 from trainer.run.memory_check import ACCURACY, Plan, device_memory, hint_for, saving_lines
 
+T = TypeVar("T")
 STATM = Path("/proc/self/statm")
 
 
 class MemoryWatch:
-    """What this rank takes beside its plan; made once its state is there, by the training thread."""
+    """What this rank takes beside its plan; owned by the training thread."""
 
     def __init__(self, config: Config, ranks: Ranks, pp: int) -> None:
         self._config, self._ranks, self._plan = config, ranks, rank_memory(config, pp)
-        self._state_bytes = used_bytes(ranks.device)
+        self._state_bytes = 0  # until the state is there
 
     @property
     def share_of_plan(self) -> float | None:
         """Return the most that torch reserved on a GPU, over what is planned for it; None on a CPU."""
         device = self._ranks.device
         return torch.cuda.max_memory_reserved(device) / self._plan.of_torch if device.type == "cuda" else None
+
+    def making(self, make: Callable[[], T]) -> T:
+        """Return the state that is made; UserError if memory runs out before it is."""
+        try:
+            state = make()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._answer(error) from error
+        self._state_bytes = used_bytes(self._ranks.device)
+        return state
 
     def answering(self, action: Callable[[], None]) -> None:
         """Run an action; UserError if memory runs out in it."""
@@ -54,6 +67,8 @@ class MemoryWatch:
         """Return the part that is furthest above its plan: what passes take, the state, or what is not torch's."""
         plan = self._plan
         of_passes = plan.activations + plan.temporaries
+        if not self._state_bytes:
+            return f"the state, of which {size_text(used_bytes(device))} were there, beside a plan of {self._plan}"
         parts = {"what passes take": (max(used_bytes(device) - self._state_bytes, 0), of_passes)}
         if device.type == "cuda":
             used = torch.cuda.max_memory_allocated(device) - self._state_bytes

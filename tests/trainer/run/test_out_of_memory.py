@@ -14,6 +14,7 @@ from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.support.training import ROOT, call, lines
 from threefold.storage import open_storage
 from trainer.engine import Engine
+from trainer.run import loop
 from trainer.run.out_of_memory import is_out_of_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 1.1 is free."
@@ -75,6 +76,20 @@ def test_a_step_without_memory_is_answered(
     assert "Traceback" not in text
     assert committed_steps(open_storage(tmp_path / "run")) == [3]
     assert call("train", *command) == 0  # the same command goes on
+
+
+def test_a_state_that_finds_no_memory_is_answered(
+    job_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(CUDA)
+
+    monkeypatch.setattr(loop, "Engine", fail)
+    assert call("train", job_config, "--train-steps", 1) == 2
+    text = capsys.readouterr().err
+    assert "what grew: the state, of which " in text
+    assert len(re.findall(r"^  --.+ saves ", text, re.MULTILINE)) == 3
+    assert "Traceback" not in text
 
 
 def test_other_faults_are_none_of_memory() -> None:
