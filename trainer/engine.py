@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckptkit import rank_stages
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, keeps_gathered, schedule_of, settled
+from trainer.config.resolve import cuts_tokens, gathers_keys, keeps_gathered, schedule_of, settled
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.chunk import Chunk
@@ -20,7 +20,7 @@ from trainer.model.microbatch import Batch, DropoutKey, MicroBatch, Scale
 from trainer.model.op_choices import choose_attention, first_choices
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
-from trainer.parallel.places import share_of
+from trainer.parallel.context import ContextParallel
 from trainer.pipeline.actions import Action, most_sends
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
@@ -55,6 +55,7 @@ class Engine:
         self.store = ParameterStore(self.table, runs, mesh, options)
         self.verdict = Verdict(mesh.device, config.optim.clip)
         self.choices = first_choices(config, mesh, self.dtype)
+        self.context = ContextParallel(mesh.cp, gathers_keys(config))
         self.chunks = {
             stage: Chunk(config, self.store, mesh, self.choices, stage)
             for stage in rank_stages(mesh.layout, mesh.coords.pp)
@@ -176,5 +177,5 @@ class Engine:
             arrays = tokens, labels, positions, loss_mask
             runs = (range(first, first + len(tokens)),)
             whole = MicroBatch(*arrays, seq_length, runs, key, scale, documents=documents)
-            microbatches.append(whole.part(share_of(runs, self.mesh.cp.index, self.mesh.cp.size)))
+            microbatches.append(whole.part(self.context.own_runs(runs[0], seq_length)))
         return microbatches

@@ -12,8 +12,9 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import assemble_weights, config_for, run_steps, small
 from tests.trainer.support.threads import run_threads
-from trainer.config import Config
+from trainer.config import Config, DataConfig
 from trainer.config.resolve import layout_of, resolve
+from trainer.run.activations import CHOICES
 from trainer.store.leases import Leases
 
 QUICK = [("llama", "pp2")]
@@ -23,6 +24,8 @@ RUNS = [*QUICK, *(
     for layout in ("tp1", "pp2", "tp2-pp3", "dp2-pp2", "tp2-dp2", "cp2-pp2")
     if (model, layout) not in QUICK
 )]  # fmt: skip
+
+AGAIN = ("selective", "selective of attention", "full that keeps attention", "full")
 
 
 Outcome = tuple[Any, dict[str, torch.Tensor]]
@@ -95,6 +98,25 @@ def test_logits_made_in_parts(model: str, layout: str) -> None:
     found = outcome(parts)
     assert_same_bits(found, outcome(both))
     assert_near(found, outcome(whole))
+
+
+SEEN = [pytest.param(method, marks=[pytest.mark.slow, pytest.mark.ci]) for method in ("ulysses", "allgather")]
+
+
+@pytest.mark.parametrize("method", SEEN)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_rows_that_are_cut_over_ranks(model: str, method: Any) -> None:
+    """With documents, a window and parameters that are cut: in any order of passes, and whatever is made again."""
+    one = config(model, "cp2-pp2")
+    one = replace(one, data=DataConfig(document_mask=True), model=replace(one.model, num_layers=4, window=5))
+    one = sharded(replace(one, parallel=replace(one.parallel, cp_method=method)), 3)
+    expected = outcome(one)
+    for other in (
+        *(sharded(one, 3, schedule=schedule) for schedule in ("gpipe", "zb-h1")),
+        sharded(one, 3, overlap_grad_reduce=False, overlap_param_gather=False),
+        *(replace(one, train=replace(one.train, **CHOICES[choice])) for choice in AGAIN),
+    ):
+        assert_same_bits(expected, outcome(other))
 
 
 def sharded(config: Config, zero_stage: Any, **parallel: Any) -> Config:

@@ -61,7 +61,7 @@ def config_of(fault: Fault) -> Config:
     config = Config(
         model=replace(MODEL, **fault.model),
         parallel=ParallelConfig(
-            tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp,
+            tp=layout.tp, cp=layout.cp, cp_method=fault.cp_method, pp=layout.pp, dp=layout.dp,  # type: ignore[arg-type]
             virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
             schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
             zero_whole_kib=0, dp_shard=fault.dp_shard, sequence_parallel="on" if fault.cuts_tokens else "off",
@@ -69,7 +69,7 @@ def config_of(fault: Fault) -> Config:
         data=DataConfig(document_mask=fault.documents),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05, groups=fault.groups),
         train=TrainConfig(
-            train_steps=5, seq_length=6, micro_batch_size=fault.micro_batch_size,
+            train_steps=5, seq_length=8 if layout.cp > 1 else 6, micro_batch_size=fault.micro_batch_size,
             global_batch_size=max(4, 2 * layout.dp), precision="fp64", device="cpu",
         ),
     )  # fmt: skip
@@ -152,6 +152,13 @@ def test_without_a_fault_they_pass(
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_without_a_fault_replicas_pass(zero_stage: int) -> None:
     compare(Fault("none", DP4, lambda patch: None, zero_stage, dp_shard=2))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_keys_that_are_gathered_pass(micro_batch_size: int, documents: bool) -> None:
+    options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "documents": documents, "cp_method": "allgather"}
+    compare(Fault("none", CP, lambda patch: None, model={"window": 3, "window_every": 2}, **options))
 
 
 def test_documents_cut_from_their_micro_batch_pass() -> None:

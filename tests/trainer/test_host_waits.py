@@ -37,6 +37,7 @@ ON_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), re
 CASES = [  # layout, schedule, parts of cut tokens
     ("tp2", "1f1b", 2), ("pp3", "zb-h1", 1), ("pp2-virtual2", "1f1b", 1), ("tp1", "1f1b", 1), ("dp2", "1f1b", 1),
     ("dp2-pp2-virtual2", "zb-h1", 1), ("tp2-pp2", "gpipe", 2), ("tp2-cp2", "1f1b", 2), ("cp2-pp2", "zb-h1", 1),
+    ("cp4", "1f1b", 1),
 ]  # fmt: skip
 MARKED = [pytest.param(*case, marks=[pytest.mark.slow] if place > 2 else []) for place, case in enumerate(CASES)]
 

@@ -37,6 +37,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("tp2-cp2-pp2-virtual2", IN_PARTS | {"zero_stage": 3, "zero_whole_kib": 0}),
     ("cp4-dp2", {"zero_stage": 2, "zero_whole_kib": 0}),
     ("cp2-dp2", {"zero_stage": 0}),
+    ("tp2-cp2-pp2", {"cp_method": "allgather", "zero_stage": 3, "zero_whole_kib": 0}),
+    ("cp4-dp2", {"cp_method": "allgather"}),
 ]
 QUICK = [("llama", 0), ("gpt2", 2), ("llama", 7), ("gpt2", 8)]  # the others are slow together
 CASES = [

@@ -10,6 +10,7 @@ from threefold.options import Fault
 from trainer.config import Config, OptimConfig
 from trainer.config.resolve import (
     cuts_tokens,
+    gathers_keys,
     layer_windows,
     layers_by_hand,
     longest_row,
@@ -93,21 +94,27 @@ def cut_faults(config: Config) -> Iterator[Fault]:
 
 def context_faults(config: Config) -> Iterator[Fault]:
     """Yield the first fault in the cut of rows by cp."""
-    model, tp, cp, lengths = config.model, config.parallel.tp, config.parallel.cp, row_lengths(config)
+    model, parallel, lengths = config.model, config.parallel, row_lengths(config)
+    tp, cp, method = parallel.tp, parallel.cp, parallel.cp_method
     heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
-
-    def cuts_heads(cp: int) -> bool:
-        return not heads % (tp * cp) and not (kv_heads % (tp * cp) and tp * cp % kv_heads)
-
-    if odd := [length for length in lengths if length % cp]:
-        name = "train.seq_length" if odd[0] == lengths[0] else "a seq_length of data.mixture,"
-        text = f"{name} {odd[0]} is not a multiple of parallel.cp {cp}, which cuts rows: --cp {math.gcd(cp, *lengths)}"
-        yield {"train.seq_length", "data.mixture", "parallel.cp"}, text
-    elif cuts_heads(1) and not cuts_heads(cp):
+    cuts_heads = not heads % (tp * cp) and not (kv_heads % (tp * cp) and tp * cp % kv_heads)
+    num_parts = 2 * cp if gathers_keys(config) else cp
+    names = {"parallel.cp", "parallel.cp_method", "parallel.tp"}
+    if cp == 1 or heads % tp:
+        return
+    if method == "ulysses" and not cuts_heads:
         has = f"{heads} heads" + (f", {kv_heads} of keys and values" if kv_heads != heads else "")
-        text = f"parallel.tp {tp} * parallel.cp {cp} ranks do not share {has} evenly"
-        fitting = max(each for each in range(1, cp) if cuts_heads(each) and not cp % each)
-        yield {"model.num_heads", "model.num_kv_heads", "parallel.tp", "parallel.cp"}, f"{text}: --cp {fitting}"
+        text = f"parallel.tp {tp} * parallel.cp {cp} ranks do not share {has} evenly, as cp_method ulysses needs"
+        yield {*names, "model.num_heads", "model.num_kv_heads"}, f"{text}: --cp-method allgather"
+    elif odd := [length for length in lengths if length % num_parts]:
+        name = "train.seq_length" if odd[0] == lengths[0] else "a seq_length of data.mixture,"
+        cuts = f"{num_parts} parts, into which parallel.cp {cp} cuts rows"
+        if num_parts > cp:
+            cuts += " for cp_method allgather"
+        way = f"--cp {math.gcd(num_parts, *lengths) * cp // num_parts or 1}"
+        if cuts_heads and not any(length % cp for length in lengths):
+            way = "--cp-method ulysses"
+        yield {*names, "train.seq_length", "data.mixture"}, f"{name} {odd[0]} is not a multiple of {cuts}: {way}"
 
 
 def stage_faults(config: Config) -> Iterator[Fault]:

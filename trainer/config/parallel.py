@@ -25,6 +25,12 @@ class ParallelConfig:
         minimum=1,
         flags=["--cp", "--context-parallel-size"],
     )
+    cp_method: Literal["auto", "ulysses", "allgather"] = option(
+        "auto",
+        "how attention sees rows that cp cuts: ulysses trades tokens for heads, allgather gathers keys; auto "
+        "takes ulysses where cp * tp divides the key-value heads",
+        flags=["--cp-method"],
+    )
     dp: int = option(0, "data-parallel size; 0 means all ranks that the others leave over", minimum=0, flags=["--dp"])
     sequence_parallel: Literal["auto", "on", "off"] = option(
         "auto", "cut tokens over tp between the cut linears; auto does if they divide", flags=["--sequence-parallel"],

@@ -117,6 +117,14 @@ def cuts_tokens(config: Config) -> bool:
     return parallel.tp > 1 and divides and parallel.sequence_parallel != "off"
 
 
+def gathers_keys(config: Config) -> bool:
+    """Return whether ranks along cp gather keys and values, in place of trading tokens for heads."""
+    parallel, kv_heads = config.parallel, config.model.num_kv_heads or config.model.num_heads
+    takes_ulysses = not kv_heads % (parallel.tp * parallel.cp)
+    method = parallel.cp_method if parallel.cp_method != "auto" else "ulysses" if takes_ulysses else "allgather"
+    return parallel.cp > 1 and method == "allgather"
+
+
 def keeps_gathered(config: Config) -> bool:
     """Return whether parameters that the ranks of dp cut are kept from their first pass to the end of the step.
 

@@ -41,8 +41,9 @@ class Attention:
     def attend(self, x_TD: Tensor, batch: MicroBatch, results: list[Tensor] | None = None) -> Tensor:
         """Return the result of this rank's heads, [S, N H]; `results` as for `trainer.ops.attention.seam.attention`."""
         heads = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)
-        mask = batch.mask(window=self.window)
-        y_SNH = self.context.attend(*heads, mask, self.choices.attention[mask.kind], results)
+        masks = batch.masks(self.window)
+        backend = self.choices.attention[masks[0].kind]
+        y_SNH = self.context.attend(*heads, masks, batch.seq_length, backend, results)
         return y_SNH.flatten(1)
 
     def project(self, y_SC: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens
+from trainer.config.resolve import cuts_tokens, gathers_keys
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.block import Block
 from trainer.model.embedding import anchor, embed_tokens, lookup
@@ -29,7 +29,8 @@ class Chunk:
     ) -> None:
         self.config = config
         self.tensor = TensorParallel(mesh.tp, cuts_tokens(config), config.parallel.tp_overlap_parts)
-        model, num_stages, context = config.model, mesh.layout.num_stages, ContextParallel(mesh.cp)
+        self.context = ContextParallel(mesh.cp, gathers_keys(config))
+        model, num_stages = config.model, mesh.layout.num_stages
         before: Unit | None = None
         if stage == 0:
             before = store.unit("embed", reads_backward=False)
@@ -39,7 +40,7 @@ class Chunk:
         self.blocks = list[Block]()
         for place, number in enumerate(stage_ranges(config, store.table, num_stages)[stage]):
             again = Recompute.of_layer(config.train, place)
-            self.blocks.append(Block(model, store, number, self.tensor, context, choices, before, again))
+            self.blocks.append(Block(model, store, number, self.tensor, self.context, choices, before, again))
             before = self.blocks[-1].unit
         self.end = Border(before, None)  # of a stage without a head
         self.head = Head(config, store, self.tensor, choices, before) if stage == num_stages - 1 else None
@@ -53,7 +54,8 @@ class Chunk:
 
     def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this stage's layers, and the branch that is yet to be added to it."""
-        batch = replace(batch, own_runs=self.tensor.own_runs(batch.runs))
+        halves = self.context.halves(batch.tokens_S, batch.documents, batch.seq_length)
+        batch = replace(batch, own_runs=self.tensor.own_runs(batch.runs), halves=halves)
         x_TD = received_TD
         if x_TD is None:
             start = self.begin.cross(anchor(batch.tokens_S.device))

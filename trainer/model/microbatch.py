@@ -49,6 +49,7 @@ class MicroBatch:
     dropped; `scale` returns the factor of a token's loss in the step's, in the wide dtype; an evaluation has none.
     `turns_SH` are the angles of rotary positions, which the layers share. `documents` are the int32 bounds of documents
     that attention does not cross, and the tokens of the longest one, among the tokens that attention sees: all ranks'.
+    `halves` are the masks of the two parts of this rank's tokens, if these see keys that were gathered.
     """
 
     tokens_S: Tensor
@@ -62,6 +63,7 @@ class MicroBatch:
     turns_SH: Tensor | None = None
     documents: tuple[Tensor, int] | None = None
     own_runs: Runs | None = None
+    halves: tuple[Mask, ...] = ()
 
     @property
     def weights_S(self) -> Tensor | None:
@@ -76,6 +78,12 @@ class MicroBatch:
         """
         bounds, longest = (None, self.seq_length) if self.documents is None else self.documents
         return Mask(bounds, bounds, longest, longest, window, alibi)
+
+    def masks(self, window: int | None) -> tuple[Mask, ...]:
+        """Return the mask of a layer for all tokens that attention sees, or for each half of this rank's."""
+        if not self.halves:
+            return (self.mask(window=window),)
+        return tuple(replace(half, window=window) for half in self.halves)
 
     def drop(self, x_TD: Tensor, *, layer: int, site: int) -> Tensor:
         """Drop elements of what this rank has of an activation, each by its token's place."""

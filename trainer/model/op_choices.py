@@ -9,12 +9,13 @@ import torch
 
 from threefold.errors import UserError
 from trainer.config import Config, OpsConfig
-from trainer.config.resolve import layer_windows, longest_row
+from trainer.config.resolve import gathers_keys, layer_windows, longest_row
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops import native
 from trainer.ops.attention.choose import BACKENDS, backend_named, choose
 from trainer.ops.attention.seam import Backend, Mask
 from trainer.ops.forms import package
+from trainer.parallel.context import ContextParallel
 
 
 @dataclass(slots=True)
@@ -65,13 +66,19 @@ def choose_attention(
     the longest rows if `by_timing`, or the first by a rule. All ranks call it: the first one chooses for all. Raises
     UserError if the named one does not take the run's tensors.
     """
-    model, head_size, num_ranks = config.model, config.model.head_size, mesh.layout.tp * mesh.layout.cp
-    num_tokens = config.train.micro_batch_size * longest_row(config)
+    model, like = config.model, _mask_like(config, mesh.device)
+    num_queries = num_keys = config.train.micro_batch_size * longest_row(config)
+    num_ranks = mesh.layout.tp * mesh.layout.cp
+    if gathers_keys(config):  # a half of this rank's tokens
+        tokens_T = torch.empty(num_keys // mesh.layout.cp, device=mesh.device)
+        documents = None if like.cu_q is None else (like.cu_q, like.max_q)
+        like = ContextParallel(mesh.cp, gathers_keys=True).halves(tokens_T, documents, longest_row(config))[-1]
+        num_queries, num_ranks = len(tokens_T) // 2, mesh.layout.tp
+        num_keys = num_keys if like.cu_k is not None else like.max_k
     q_TNH, k_TKH = (
-        torch.empty(num_tokens, max(heads // num_ranks, 1), head_size, dtype=dtype, device=mesh.device)
-        for heads in (model.num_heads, model.num_kv_heads)
+        torch.empty(number, max(heads // num_ranks, 1), model.head_size, dtype=dtype, device=mesh.device)
+        for number, heads in ((num_queries, model.num_heads), (num_keys, model.num_kv_heads))
     )
-    like = _mask_like(config, mesh.device)
     masks = [replace(like, window=window) for window in dict.fromkeys(layer_windows(config))]
     named = config.ops.attention
     if named != "auto":

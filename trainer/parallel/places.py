@@ -22,6 +22,19 @@ def share_of(runs: Runs, index: int, num_shares: int) -> Runs:
     return tuple(part for part in found if part)
 
 
+def halves_of(run: range, length: int, index: int, num_ranks: int) -> Runs:
+    """Return one rank's places of rows of `length`: of twice as many chunks as ranks, the same from both ends.
+
+    All ranks then have as much to see before their tokens. The first chunks of all rows come before the second ones.
+
+    >>> halves_of(range(16), 8, 1, 2)
+    (range(2, 4), range(10, 12), range(4, 6), range(12, 14))
+    """
+    size = length // (2 * num_ranks)
+    chunks = (range(start, start + size) for start in (index * size, (2 * num_ranks - 1 - index) * size))
+    return tuple(run[row + chunk.start : row + chunk.stop] for chunk in chunks for row in range(0, len(run), length))
+
+
 def rows_of(places: range, runs: Runs) -> range:
     """Return in which rows of a tensor of the tokens of some runs one run's part is.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit import rank_stages
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, layout_of, longest_row, schedule_of
+from trainer.config.resolve import cuts_tokens, gathers_keys, layout_of, longest_row, schedule_of
 from trainer.engine import DTYPES
 from trainer.model.recompute import Recompute
 from trainer.model.stages import stage_ranges
@@ -95,9 +95,10 @@ class Sizes:
         num_heads, num_kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
         queries, keys = (number * model.head_size * num_tokens * itemsize for number in (num_heads, num_kv_heads))
         count = 1 if model.norm == "rmsnorm" else 2
-        qkv = queries + 2 * keys * max(cp // num_kv_heads, 1)  # fewer heads than ranks are repeated
+        trades = cp > 1 and not gathers_keys(config)  # tokens for heads; fewer of these than ranks are repeated
+        qkv = queries + 2 * keys * (max(cp // num_kv_heads, 1) if trades else 1)
         if model.qk_norm:
-            qkv += queries + keys * (2 if cp > 1 else 1)
+            qkv += queries + keys * (2 if trades else 1)
             qkv += (num_heads + num_kv_heads) * num_tokens * count * wide * (count == 2)
         stream, product = model.hidden_size * num_own * itemsize, model.ffn_hidden_size // tp * num_tokens * itemsize
         packed = product * (2 if model.activation == "swiglu" else 1)
@@ -112,7 +113,7 @@ class Sizes:
             heads=queries + 2 * keys,
             qkv=qkv,
             result=queries + num_heads * num_tokens * wide,
-            moved=queries if cp > 1 else 0,
+            moved=queries if trades else 0,
             packed=packed,
             product=product,
             turns=model.head_size * num_tokens * wide if model.position == "rope" else 0,

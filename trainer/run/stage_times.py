@@ -18,7 +18,6 @@ from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
 from trainer.model.microbatch import DropoutKey, MicroBatch
 from trainer.ops.dtypes import wide_dtype
-from trainer.parallel.places import share_of
 
 NUM_WARMUP, NUM_TIMED = 2, 5
 
@@ -68,7 +67,7 @@ def random_batch(engine: Engine) -> MicroBatch:
     key = DropoutKey(model.dropout, train.seed, 0) if model.dropout else None
     scale = torch.tensor(1 / num_tokens, dtype=wide_dtype(engine.dtype), device=device)
     whole = MicroBatch(tokens, tokens, positions, ones, seq_length, (range(num_tokens),), key, lambda: scale)
-    return whole.part(share_of(whole.runs, 0, engine.mesh.cp.size))
+    return whole.part(engine.context.own_runs(whole.runs[0], seq_length))
 
 
 def time_passes(engine: Engine, stage: int, batch: MicroBatch) -> list[float]:

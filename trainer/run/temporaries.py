@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ckptkit import rank_stages
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, layout_of
+from trainer.config.resolve import cuts_tokens, gathers_keys, layout_of
 from trainer.engine import DTYPES
 from trainer.model.recompute import Recompute
 from trainer.model.stages import stage_ranges
@@ -67,5 +67,9 @@ def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:
     # attention's backward, while a layer that is made again as a whole has gate and up still
     freed = 0 if again.is_full else norm + sizes.packed * (not makes_mlp)
     kernel = sizes.queries + sizes.heads + sizes.sums_of(config)  # the gradients of its result, q, k and v
+    if gathers_keys(config):  # keys and values of all ranks, in the order of ranks and of rows; as wide gradients too
+        dtype = DTYPES[config.train.precision]
+        widened = 2 + 2 * wide_dtype(dtype).itemsize // dtype.itemsize
+        kernel += widened * config.parallel.cp * (sizes.heads - sizes.queries)
     attention = 2 * stream + (sizes.packed + stream) * again.is_full + norm + made_attention + kernel - freed
     return max(forward, narrow, widen, attention)

@@ -1,5 +1,6 @@
 """No option without effect: what a run does not read under a mode is refused there, or a reason is written here."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,13 @@ import pytest
 from datakit import MixtureConfig, TokenStore, pack
 from tests.trainer.checkpoint.test_changes import LEAVES, flipped, with_value
 from tests.trainer.support.training import call
+from threefold.errors import UserError
 from threefold.flags import Settings
 from threefold.options import FlagText, Leaf
 from trainer import config as tables
 from trainer.checkpoint.changes import value_of
 from trainer.config.check import cross_faults
-from trainer.config.walk import load_config
+from trainer.config.walk import config_from, load_config
 
 TABLES = {
     tables.ModelConfig: "model",
@@ -33,6 +35,7 @@ BOOKKEEPING = ("dataclasses.py", "<string>", "needs.py", "options.py", "config/c
 FREE = {  # what a run need not read, and why it may be set all the same
     "model.num_positions": "command lines of Megatron-LM must have it, with rotary positions too",
     "parallel.sequence_parallel": "one file serves any layout: it waits for tp > 1",
+    "parallel.cp_method": "one file serves any layout: it waits for cp > 1",
     "parallel.schedule": "one file serves any layout: it waits for pp > 1",
     "optim.wsd_decay": "it is for a start that finds a cool-down, too",
     "checkpoint.strict": "it is for a start that finds a step",
@@ -105,3 +108,47 @@ def test_an_option_is_read_or_refused(
             silent.append(leaf.name)
     assert not silent, " ".join(silent)
     assert len(names) > 60
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "world_size", "text"),
+    [
+        (
+            {"hidden_size": 256, "num_heads": 16},
+            {"cp": 3, "dp": 1, "cp_method": "ulysses"},
+            3,
+            "parallel.tp 1 * parallel.cp 3 ranks do not share 16 heads evenly, as cp_method ulysses needs: --cp-method "
+            "allgather",
+        ),
+        (
+            {"hidden_size": 240, "num_heads": 12, "num_kv_heads": 3},
+            {"cp": 3},
+            3,
+            "train.seq_length 256 is not a multiple of 3 parts, into which parallel.cp 3 cuts rows: --cp 1",
+        ),
+        (
+            {"hidden_size": 96, "num_heads": 12, "num_kv_heads": 3},
+            {"cp": 256},
+            256,
+            "train.seq_length 256 is not a multiple of 512 parts, into which parallel.cp 256 cuts rows for cp_method "
+            "allgather: --cp 128",
+        ),
+        (
+            {"num_heads": 256, "hidden_size": 512, "num_kv_heads": 2},
+            {"cp": 256, "cp_method": "allgather"},
+            256,
+            "train.seq_length 256 is not a multiple of 512 parts, into which parallel.cp 256 cuts rows for cp_method "
+            "allgather: --cp-method ulysses",
+        ),
+        (
+            {"hidden_size": 96, "num_heads": 12, "num_kv_heads": 6},
+            {"tp": 2, "cp": 4, "cp_method": "ulysses"},
+            8,
+            "parallel.tp 2 * parallel.cp 4 ranks do not share 12 heads, 6 of keys and values evenly, as",
+        ),
+    ],
+)
+def test_rows_that_ranks_do_not_share(model: dict, parallel: dict, world_size: int, text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(text)) as caught:
+        config_from({"model": model, "parallel": parallel}, source="run", world_size=world_size)
+    assert len(caught.value.message.splitlines()) == 1

@@ -159,18 +159,6 @@ def test_one_fault(tables: dict, text: str) -> None:
             6,
             "model.num_kv_heads 4 and parallel.tp 6: one must divide the other",
         ),
-        (
-            {"hidden_size": 256, "num_heads": 16},
-            {"cp": 3, "dp": 1},
-            3,
-            "train.seq_length 256 is not a multiple of parallel.cp 3, which cuts rows: --cp 1",
-        ),
-        (
-            {"hidden_size": 96, "num_heads": 12, "num_kv_heads": 6},
-            {"tp": 2, "cp": 4},
-            8,
-            "parallel.tp 2 * parallel.cp 4 ranks do not share 12 heads, 6 of keys and values evenly: --cp 1",
-        ),
         ({}, {"cp": 2}, 3, "tp 1 * cp 2 * pp 1 needs 2 processes, started are 3: trainer launch --nproc-per-node 2"),
         ({"ffn_hidden_size": 99}, {"tp": 2}, 2, "model.ffn_hidden_size 99 is not a multiple of parallel.tp 2"),
         ({"num_layers": 2}, {"pp": 4}, 4, "model.num_layers 2 is less than parallel.pp 4"),

@@ -18,16 +18,17 @@ from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.attention.choose import backend_named
 from trainer.ops.attention.seam import Mask, attention
-from trainer.parallel.context import ContextParallel
+from trainer.parallel.context import ContextParallel, half_mask
 from trainer.parallel.places import share_of
 
-NUM_TOKENS, HEAD_SIZE = 24, 4
+NUM_TOKENS, LENGTH, HEAD_SIZE = 24, 12, 4
 BOUNDS = torch.tensor([0, 5, 6, 6, 19, 24], dtype=torch.int32)  # no part of the tokens begins with a document
 MASKS = {
     "rows": Mask.of_rows(12),
     "documents": Mask.of_documents(BOUNDS, 13),
     "window": replace(Mask.of_documents(BOUNDS, 13), window=3),
 }
+Documents = tuple[torch.Tensor, int] | None
 Parts = list[torch.Tensor]  # q, k, v and the gradient of the result
 
 
@@ -46,7 +47,7 @@ def cut(rank: int, cp: int, whole: Parts, mask: Mask, backend: str, *, network: 
     [own] = share_of((range(NUM_TOKENS),), rank, cp)
     q, k, v, dout = (x[own.start : own.stop] for x in whole)
     heads = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = ContextParallel(group).attend(*heads, mask, backend_named(backend), None)
+    out = ContextParallel(group).attend(*heads, [mask], LENGTH, backend_named(backend), None)
     torch.autograd.backward(out, dout)
     return [out.detach(), *(x.grad for x in heads if x.grad is not None)]
 
@@ -76,6 +77,50 @@ def test_attention_has_the_bits_of_whole_rows(
             assert torch.equal(torch.cat(parts), expected), name
 
 
+def gathering(rank: int, cp: int, whole: Parts, documents: Documents, window: int | None, *, network: Network) -> Parts:
+    """Result and gradients of one rank's tokens, in the order of rows with those of others' tokens NaN."""
+    group = ProcessMesh(ParallelLayout(cp=cp), rank, CPU, timeout_s=60, network=network).cp
+    context = ContextParallel(group, gathers_keys=True)
+    own = torch.cat([torch.arange(run.start, run.stop) for run in context.own_runs(range(NUM_TOKENS), LENGTH)])
+    masks = [replace(mask, window=window) for mask in context.halves(own, documents, LENGTH)]
+    heads = [x[own].requires_grad_() for x in whole[:3]]
+    out = context.attend(*heads, masks, LENGTH, backend_named("reference"), None)
+    torch.autograd.backward(out, whole[3][own])
+    found = []
+    for x in (out.detach(), *(x.grad for x in heads if x.grad is not None)):
+        found.append(torch.full((NUM_TOKENS, *x.shape[1:]), torch.nan, dtype=x.dtype))
+        found[-1][own] = x
+    return found
+
+
+@pytest.mark.parametrize("documents", [None, (BOUNDS, 13)], ids=["rows", "documents"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("cp", "num_kv_heads"), [(2, 4), (3, 1), (2, 1)])
+def test_gathered_keys_are_seen_as_in_whole_rows(
+    cp: int, num_kv_heads: int, window: int | None, documents: Documents
+) -> None:
+    """Two rows, in whose middle documents begin; the last one is of one rank's chunk."""
+    bounds = torch.tensor([0, 5, 6, 12, 19, 24], dtype=torch.int32)
+    documents = documents and (bounds, 7)
+    mask = replace(Mask.of_rows(LENGTH) if documents is None else Mask.of_documents(*documents), window=window)
+    whole = values(4, num_kv_heads, torch.float64)
+    heads = [x.clone().requires_grad_() for x in whole[:3]]
+    out = attention(*heads, mask, backend_named("reference"))
+    torch.autograd.backward(out, whole[3])
+    found = zip(*run_threads(cp, gathering, cp, whole, documents, window), strict=True)
+    for parts, expected in zip(found, (out, *(x.grad for x in heads)), strict=True):
+        joined = torch.stack(parts)
+        assert (joined.isnan().sum(0) == cp - 1).all()
+        torch.testing.assert_close(joined.nansum(0), expected, rtol=0, atol=1e-12)
+
+
+def test_the_halves_of_a_rank_see_documents_up_to_their_ends() -> None:
+    mask = half_mask(torch.tensor([0, 3, 8], dtype=torch.int32), 5, 8, 8, range(4, 6))
+    assert mask.cu_k is not None
+    assert mask.cu_q is not None
+    assert (mask.cu_k.tolist(), mask.cu_q.tolist(), mask.max_q, mask.max_k) == ([0, 3, 6, 8], [0, 0, 2, 2], 2, 5)
+
+
 def calls(rank: int, config: Config, *, network: Network) -> list[Call]:
     """What a rank calls of its groups in two steps."""
     engine = make_engine(rank, config, network=network)
@@ -85,19 +130,23 @@ def calls(rank: int, config: Config, *, network: Network) -> list[Call]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "schedule"),
+    ("layout", "schedule", "method"),
     [
-        ("cp2-dp2", "1f1b"),
+        ("cp2-dp2", "1f1b", "ulysses"),
         *(
             pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.ci])
-            for case in (("tp2-cp2-pp2", "zb-h1"), ("cp4-pp2-virtual2", "1f1b"), ("cp2-dp2-pp2", "gpipe"))
+            for case in (
+                ("tp2-cp2-pp2", "zb-h1", "ulysses"),
+                ("cp4-pp2-virtual2", "1f1b", "allgather"),
+                ("cp2-dp2-pp2", "gpipe", "allgather"),
+            )
         ),
     ],
 )
-def test_all_ranks_of_a_group_call_it_in_one_order(layout: str, schedule: Any) -> None:
+def test_all_ranks_of_a_group_call_it_in_one_order(layout: str, schedule: Any, method: Any) -> None:
     """And those of a rank's groups with each other: ranks of one pipeline rank make the same calls altogether."""
     config = small(config_for("llama", ParallelLayout.parse(layout), zero_stage=3))
-    config = replace(config, parallel=replace(config.parallel, schedule=schedule, zero_whole_kib=0))
+    config = replace(config, parallel=replace(config.parallel, schedule=schedule, cp_method=method, zero_whole_kib=0))
     config = replace(config, model=replace(config.model, num_layers=4))
     sizes = layout_of(config)
     made = run_threads(sizes.world_size, calls, config)
@@ -105,6 +154,5 @@ def test_all_ranks_of_a_group_call_it_in_one_order(layout: str, schedule: Any) -
         first, *others = (made[rank] for rank in range(sizes.world_size) if sizes.coords(rank).pp == pp)
         for other in others:
             require_equal([call[:2] for call in other] == [call[:2] for call in first], f"stage {pp}")
-    kinds = {(call.kind, call.group) for call in made[0]}
-    assert ("all_to_all", "cp") in kinds
-    assert not any(group == "cp" for kind, group in kinds if kind != "all_to_all")
+    kinds = {call.kind for call in made[0] if call.group == "cp"}
+    assert kinds == ({"all_gather", "reduce_scatter"} if config.parallel.cp_method == "allgather" else {"all_to_all"})

@@ -99,10 +99,13 @@ def test_a_rank_of_two_keeps_its_share(choice: str, cuts_tokens: str) -> None:
 
 @pytest.mark.ci
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["ulysses", "allgather"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("choice", ["none", "selective", "selective of attention", "full that keeps attention", "full"])
-def test_a_rank_keeps_its_tokens(choice: str, model: str) -> None:
+@pytest.mark.parametrize("choice", ["none", "selective of attention", "full that keeps attention"])
+def test_a_rank_keeps_its_tokens(choice: str, model: str, method: str) -> None:
     shape = {"vocab_size": 998, "num_layers": 4, "hidden_size": 128, "num_heads": 4} | MODELS[model]
     train = {"micro_batch_size": 1, "seq_length": 256, "global_batch_size": 1, "device": "cpu"} | CHOICES[choice]
-    config = config_from({"model": shape, "train": train, "parallel": {"cp": 4}}, source="", world_size=4)
+    config = config_from(
+        {"model": shape, "train": train, "parallel": {"cp": 4, "cp_method": method}}, source="", world_size=4
+    )
     assert run_threads(4, share_held, config) == [pytest.approx(1, rel=0.03)] * 4

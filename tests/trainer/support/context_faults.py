@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.faults import Fault, Patch, read_at_once, wrapping
-from trainer import engine
+from tests.trainer.support.faults import Fault, Patch, not_summed, read_at_once, wrapping
 from trainer.engine import Engine
 from trainer.mesh.group import Group
 from trainer.mesh.layout import OVER_DATA, Axes, Axis
 from trainer.model import table
 from trainer.model.microbatch import MicroBatch
 from trainer.parallel import context
+from trainer.parallel.context import ContextParallel, _Halves
 
 CP, CP_DP = ParallelLayout(cp=2), ParallelLayout(cp=2, dp=2)
 
@@ -72,11 +72,51 @@ def first_of_repeated(real: Any, x: torch.Tensor, shape: torch.Size) -> torch.Te
     return real(x[::repeats], shape)
 
 
+def without_prefix(real: Any, bounds: torch.Tensor, longest: int, num: int, length: int, chunk: range) -> Any:
+    """A document's keys begin with the chunk."""
+    begins = torch.arange(chunk.start, num, length, dtype=bounds.dtype)
+    return real(torch.cat([bounds, begins]).unique(), longest, num, length, chunk)
+
+
+def prefix_of_a_row(real: Any, self: ContextParallel, tokens: torch.Tensor, *rest: Any) -> Any:
+    """Of a row's keys the last ones before a chunk are left out."""
+    return tuple(replace(mask, max_k=min(mask.max_k, 2 * mask.max_q)) for mask in real(self, tokens, *rest))
+
+
+def of_one_half(number: int) -> Callable[[Patch], None]:
+    """Let the gradients of keys be those of one half's queries."""
+
+    def backward(real: Any, ctx: Any, dout: torch.Tensor) -> Any:
+        half = len(dout) // 2
+        only = torch.zeros_like(dout)
+        only[number * half : (number + 1) * half] = dout[number * half : (number + 1) * half]
+        dq, *_ = real(ctx, dout)
+        return dq, *real(ctx, only)[1:]
+
+    return wrapping(context._ToKeys, "backward", backward)
+
+
+def halves_in_order(real: Any, run: range, length: int, index: int, num_ranks: int) -> Any:
+    runs = real(run, length, index, num_ranks)
+    return runs[len(runs) // 2 :] + runs[: len(runs) // 2]
+
+
+def second_halves_by_rank(real: Any, self: Any, *heads: torch.Tensor) -> torch.Tensor:
+    whole = real(self, *heads)
+    chunks = whole.clone().unflatten(0, (-1, 2 * self.group.size, self._size))
+    chunks[:, self.group.size :] = chunks[:, self.group.size :].flip(1)
+    return chunks.flatten(0, 2)
+
+
+def keys_not_summed(real: Any, self: Group, whole: torch.Tensor, share: torch.Tensor | None = None) -> Any:
+    return not_summed(real, self, whole, share) if self.name == "cp" else real(self, whole, share)
+
+
 CONTEXT_FAULTS = [
     Fault(
         "the parts of a row change places",
         CP,
-        wrapping(engine, "share_of", lambda real, runs, index, size: real(runs, size - 1 - index, size)),
+        wrapping(context, "share_of", lambda real, runs, index, size: real(runs, size - 1 - index, size)),
     ),
     Fault("each cp rank embeds the tokens of the first", CP, of_the_first("tokens_S")),
     Fault("each cp rank has the labels of the first", CP, of_the_first("labels_S")),
@@ -112,4 +152,30 @@ CONTEXT_FAULTS = [
         model={"num_kv_heads": 1},
     ),
     Fault("heads are read before they are there", CP, read_at_once("all_to_all", "cp")),
+    *(
+        replace(fault, cp_method="allgather")
+        for fault in (
+            Fault("halves of a rank's tokens change places", CP, wrapping(context, "halves_of", halves_in_order)),
+            Fault(
+                "a rank has the chunks of another",
+                CP,
+                wrapping(context, "halves_of", lambda real, run, length, i, n: real(run, length, n - 1 - i, n)),
+            ),
+            Fault("second halves are in the order of ranks", CP, wrapping(_Halves, "gathered", second_halves_by_rank)),
+            Fault("the second half asks nothing of keys", CP, of_one_half(0)),
+            Fault("the first half asks nothing of keys", CP, of_one_half(1)),
+            Fault("gradients of keys are not summed over cp", CP, wrapping(Group, "start_scatter", keys_not_summed)),
+            Fault(
+                "a row is seen without what is before a chunk", CP, wrapping(ContextParallel, "halves", prefix_of_a_row)
+            ),
+            Fault(
+                "a document is seen without what is before a chunk",
+                CP,
+                wrapping(context, "half_mask", without_prefix),
+                documents=True,
+            ),
+            Fault("keys are read before they are there", CP, read_at_once("all_gather", "cp")),
+            Fault("each cp rank drops what the first does", CP, of_the_first("runs"), model={"position": "rope"}),
+        )
+    ),
 ]

@@ -65,6 +65,7 @@ class Fault:
     documents: bool = False  # attention stays in them
     trips: str = ""
     groups: tuple[GroupConfig, ...] = ()
+    cp_method: str = "ulysses"
     shows: Callable[[], object] | None = None
 
 

@@ -62,7 +62,10 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         window_every=draw(st.sampled_from([0, 2, 3])) if options["window"] else 0, **options,
     )  # fmt: skip
     sequence_parallel, zero_stage = draw(st.sampled_from(["auto", "off"])), draw(st.sampled_from([0, 1, 2, 3]))
-    seq_length = draw(st.integers(2, 6)) if layout.cp == 1 else layout.cp * draw(st.integers(1, 3))
+    cp_method = draw(st.sampled_from(["auto", "ulysses", "allgather"])) if layout.cp > 1 else "auto"
+    gathers = cp_method == "allgather" or (cp_method == "auto" and kv_heads % num_sharing > 0)
+    num_parts = layout.cp * (2 if gathers else 1)
+    seq_length = draw(st.integers(2, 6)) if layout.cp == 1 else num_parts * draw(st.integers(1, 12 // num_parts or 1))
     cuts_tokens = sequence_parallel == "auto" and micro_batch * seq_length % num_sharing == 0
     num_stages = layout.pp * virtual
     extra = draw(st.integers(0, num_stages - 1))  # the stage of a layer that the stages do not divide
@@ -71,7 +74,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         model=model,
         # a bucket of 0 MiB holds one parameter
         parallel=ParallelConfig(
-            tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp,
+            tp=layout.tp, cp=layout.cp, cp_method=cp_method, pp=layout.pp, dp=layout.dp,
             sequence_parallel=sequence_parallel, tp_overlap_parts=draw(st.integers(1, 3)) if cuts_tokens else 1,
             schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])), virtual_stages=virtual,
             pipeline_layout=draw(st.sampled_from(["even", "cost", ",".join(map(str, by_hand))])),

@@ -93,17 +93,12 @@ def attention(
     the backend refuses. If `results` is not empty, it has the result and the lse from before, and no other are made; an
     empty one gets them.
     """
-    check(q_TNH, k_UKH, v_UKH, mask)
-    if reason := backend.refusal(q_TNH, k_UKH, mask):
-        raise UserError(
-            f"attention: {backend.name} cannot take q {list(q_TNH.shape)} {q_TNH.dtype} on {q_TNH.device}: {reason}",
-            hint="the backend `reference` takes everything",
-        )
+    check(q_TNH, k_UKH, v_UKH, mask, backend)
     return _Attention.apply(q_TNH, k_UKH, v_UKH, mask, backend, results)
 
 
-def check(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> None:
-    """Raise UserError where shapes, dtypes or the mask do not fit each other."""
+def check(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask, backend: Backend) -> None:
+    """Raise UserError where shapes, dtypes or the mask do not fit each other, or the backend refuses them."""
     shapes = f"q {list(q_TNH.shape)}, k {list(k_UKH.shape)}, v {list(v_UKH.shape)}"
     if not q_TNH.dim() == k_UKH.dim() == 3 or k_UKH.shape != v_UKH.shape or q_TNH.shape[2] != k_UKH.shape[2]:
         raise UserError(f"attention: {shapes} are not [T, N, H], [U, K, H] and [U, K, H]")
@@ -119,6 +114,11 @@ def check(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> None:
         raise UserError(f"attention: {shapes} are not rows of {mask.max_q} queries and {mask.max_k} keys")
     if mask.window is not None and mask.window < 1:
         raise UserError(f"attention: the window is {mask.window}; a query sees at least one key")
+    if reason := backend.refusal(q_TNH, k_UKH, mask):
+        raise UserError(
+            f"attention: {backend.name} cannot take q {list(q_TNH.shape)} {q_TNH.dtype} on {q_TNH.device}: {reason}",
+            hint="the backend `reference` takes everything",
+        )
 
 
 class _Attention(torch.autograd.Function):

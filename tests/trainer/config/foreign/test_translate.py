@@ -76,6 +76,20 @@ def test_all_that_is_missing_is_one_list_of_a_sentence_each(capsys: pytest.Captu
     assert all(len(line.partition(": ")[2]) > 20 for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("words", "cp", "method"),
+    [
+        (("--context-parallel-size", "2", "--cp-comm-type", "a2a"), 2, "ulysses"),
+        (("--context-parallel-size", "4", "--cp-comm-type", "all_gather"), 4, "allgather"),
+        (("--ds-sequence-parallel-size", "2"), 2, "auto"),
+        (("--parallelism.context_parallel_degree", "2"), 2, "auto"),
+    ],
+)
+def test_context_parallel_in_the_words_of_others(words: tuple[str, ...], cp: int, method: str) -> None:
+    _, config = parsed("run.toml", *words)
+    assert (config.parallel.cp, config.parallel.cp_method) == (cp, method)
+
+
 @pytest.mark.parametrize("place", range(0, 30, 4))
 def test_the_configuration_is_never_taken_for_a_value(place: int) -> None:
     groups = [list(group) for group in _groups(THERE)]
