@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.checks import require, require_equal
 from tests.trainer.support.parity import local_batch, make_engine
-from tests.trainer.support.threads import run_threads
+from tests.trainer.support.threads import run_threads, wrapped
 from tests.trainer.test_equalities import config, deep, sharded
 from trainer.config import Config
 from trainer.config.resolve import layout_of
@@ -60,16 +60,17 @@ def addresses(rank: int, config: Config, *, network: Network) -> list[list[tuple
     """Where each lease of a step was, by what it was for, of three steps; and the bound holds."""
     engine, steps = make_engine(rank, config, network=network), list[list[tuple[str, int]]]()
     units = {id(each): unit for unit, each in engine.store.residences.items()}
-    with pytest.MonkeyPatch.context() as patch:
-        real: Callable[..., tuple[Lease, bool]] = Leases.take
 
+    def taking(real: Callable[..., tuple[Lease, bool]]) -> Callable[..., tuple[Lease, bool]]:
         def take(self: Leases, size: int, tenant: Any) -> tuple[Lease, bool]:
             found = real(self, size, tenant)
             if id(tenant) in units:
                 steps[-1].append((units[id(tenant)], found[0].memory.data_ptr()))
             return found
 
-        patch.setattr(Leases, "take", take)
+        return take
+
+    with wrapped(Leases, "take", taking):
         for step in range(3):
             steps.append([])
             engine.train_step(step, local_batch(config, step, engine.mesh))
@@ -110,9 +111,8 @@ def gathers_in_time(rank: int, config: Config, *, network: Network) -> list[tupl
     engine, passes = make_engine(rank, config, network=network), list[tuple[str, bool]]()
     units = {id(each): unit for unit, each in engine.store.residences.items()}
     engine.train_step(0, local_batch(config, 0, engine.mesh))
-    with pytest.MonkeyPatch.context() as patch:
-        real = Residence.use
 
+    def using(real: Callable[[Residence, object], bool]) -> Callable[[Residence, object], bool]:
         def use(self: Residence, reader: object) -> bool:
             was_there = self._parameters.has(self)
             is_first = real(self, reader)
@@ -120,7 +120,9 @@ def gathers_in_time(rank: int, config: Config, *, network: Network) -> list[tupl
                 passes.append((units[id(self)], was_there))
             return is_first
 
-        patch.setattr(Residence, "use", use)
+        return use
+
+    with wrapped(Residence, "use", using):
         engine.train_step(1, local_batch(config, 1, engine.mesh))
     require_equal(len({unit for unit, _ in passes}) > 4, "units")
     return passes

@@ -13,7 +13,7 @@ from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from tests.trainer.support.recording import recording_of
-from tests.trainer.support.threads import run_threads
+from tests.trainer.support.threads import run_threads, wrapped
 from tests.trainer.support.training import call, write_config, write_stores
 from tests.trainer.test_equalities import assert_equal
 from trainer.config import Config
@@ -114,21 +114,24 @@ def gradients_and_sums(rank: int, config: Config, *, network: Network) -> list[t
     """What is added to gradients in the first step, and between it the begins of sums, with their weights."""
     engine, events = make_engine(rank, config, network=network), []
     buckets = engine.store.buckets
-    with pytest.MonkeyPatch.context() as patch:
-        real_add, real_reduce = Weight._add, Bucket.start_reduce
 
-        def add(weight: Weight, compute: Callable[[torch.Tensor, bool], object] | None, *, ends: bool) -> None:
+    def adding(real: Callable[..., None]) -> Callable[..., None]:
+        def add(weight: Weight, *args: Any, **options: Any) -> None:
             if any(weight in bucket.weights for bucket in buckets):
                 events.append(("add", (weight.name,)))
-            real_add(weight, compute, ends=ends)
+            real(weight, *args, **options)
 
-        def reduce(bucket: Bucket) -> None:
+        return add
+
+    def reducing(real: Callable[..., None]) -> Callable[..., None]:
+        def reduce(bucket: Bucket, **options: Any) -> None:
             if bucket in buckets:
                 events.append(("sum", tuple(weight.name for weight in bucket.weights)))
-            real_reduce(bucket)
+            real(bucket, **options)
 
-        patch.setattr(Weight, "_add", add)
-        patch.setattr(Bucket, "start_reduce", reduce)
+        return reduce
+
+    with wrapped(Weight, "_add", adding), wrapped(Bucket, "start_reduce", reducing):
         engine.train_step(0, local_batch(config, 0, engine.mesh))
     require_equal(len([kind for kind, _ in events if kind == "sum"]) == len(buckets), "a sum of each bucket")
     return events

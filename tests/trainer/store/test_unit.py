@@ -11,7 +11,7 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import Different, require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, run_steps, small
-from tests.trainer.support.threads import run_threads
+from tests.trainer.support.threads import run_threads, wrapped
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.linear.weight import Weight
@@ -35,15 +35,16 @@ def sums(rank: int, config: Config, *, network: Network) -> dict[str, list[list[
     apart = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=False))
     engine = make_engine(rank, apart, network=network)
     gradients = defaultdict[str, list[list[torch.Tensor]]](list)
-    with pytest.MonkeyPatch.context() as patch:
-        real = Unit.end_adding
 
+    def ending(real: Callable[[Unit], None]) -> Callable[[Unit], None]:
         def end(unit: Unit) -> None:
             if unit._wgrads is engine.store.wgrads:
                 gradients[unit.name].append([weight._gradient.clone() for weight in unit.weights])
             real(unit)
 
-        patch.setattr(Unit, "end_adding", end)
+        return end
+
+    with wrapped(Unit, "end_adding", ending):
         engine.train_step(0, local_batch(config, 0, engine.mesh))
     return dict(gradients)
 

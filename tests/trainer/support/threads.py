@@ -7,12 +7,15 @@ waits for. Sums are in order of rank. A send is waited for until it was received
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_wrapped: dict[tuple[type, str], tuple[int, Any]] = {}  # how many ranks wrap a method, and what it was
 
 
 class Deadlock(Exception):
@@ -21,6 +24,25 @@ class Deadlock(Exception):
 
 class Stopped(Exception):
     """Another rank failed."""
+
+
+@contextmanager
+def wrapped(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Wrap a method, by a rank among others that do; the last one to leave undoes it for all.
+
+    Ranks leave in any order: if each put back what it had found, the wrapper of another would stay.
+    """
+    num_ranks, real = _wrapped.get((owner, name), (0, getattr(owner, name)))
+    _wrapped[owner, name] = num_ranks + 1, real
+    setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        num_ranks, _ = _wrapped.pop((owner, name))
+        if num_ranks > 1:
+            _wrapped[owner, name] = num_ranks - 1, real
+        else:
+            setattr(owner, name, real)
 
 
 def run_threads(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
