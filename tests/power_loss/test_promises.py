@@ -13,11 +13,16 @@ NUM_RANDOM = int(os.environ.get("POWER_LOSS_STATES", "3"))  # of each moment, be
 QUICK = ("save", "store")
 
 needs_strace = pytest.mark.skipif(not is_possible(), reason="strace is not installed")
-some = [name if name in QUICK else pytest.param(name, marks=(pytest.mark.slow, pytest.mark.ci)) for name in PROGRAMS]
+LONG = ("preprocess",)
+
+
+def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """When a program is tried: always, in CI, or only with all tests."""
+    return () if name in QUICK else (pytest.mark.slow, *([] if name in LONG else [pytest.mark.ci]))
 
 
 @needs_strace
-@pytest.mark.parametrize("name", some)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in PROGRAMS])
 def test_every_state_keeps_what_was_promised(name: str) -> None:
     with recorded(name) as program:
         assert program.recording.promises

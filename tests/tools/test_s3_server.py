@@ -36,6 +36,8 @@ def write(environment: dict[str, str], bucket: str, content: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_command_line_starts_and_stops_a_server(tmp_path: Path) -> None:
     started = tool("start", tmp_path, "--bucket", "mine")
     try:

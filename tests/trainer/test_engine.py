@@ -40,7 +40,7 @@ def small_config(
     config = Config(
         model=replace(MODELS[model], vocab_size=VOCAB),
         parallel=ParallelConfig(
-            tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage, zero_whole_kib=0,  # type: ignore[arg-type]
+            tp=layout.tp, pp=layout.pp, cp=layout.cp, dp=layout.dp, zero_stage=zero_stage, zero_whole_kib=0,  # type: ignore[arg-type]
             dp_shard=dp_shard,
         ),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.5),
@@ -154,6 +154,8 @@ def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(mode
         ("llama", (ParallelLayout(dp=4), 3, 0), (ParallelLayout(dp=2, pp=2), 2, 0)),
         ("llama", (ParallelLayout(dp=4), 3, 2), (ParallelLayout(tp=2, dp=2), 2, 1)),
         ("gpt2", (ParallelLayout(dp=4), 1, 0), (ParallelLayout(dp=4), 3, 2)),
+        ("llama", (ParallelLayout(cp=2, dp=2), 3, 0), (ParallelLayout(tp=2, dp=2), 1, 0)),
+        ("gpt2", (ParallelLayout(tp=2, dp=2), 1, 0), (ParallelLayout(cp=4), 3, 0)),
     ],
     ids=str,
 )
@@ -190,12 +192,16 @@ def test_the_same_layout_continues_bit_for_bit(
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("master", "dp", "dp_shard"), [("wide", 2, 0), ("split", 2, 0), ("split", 4, 2)])
-def test_state_that_is_cut_continues_bit_for_bit(master: Literal["wide", "split"], dp: int, dp_shard: int) -> None:
-    config = small_config("llama", ParallelLayout(dp=dp), precision="bf16", zero_stage=3, dp_shard=dp_shard)
+@pytest.mark.parametrize(
+    ("master", "layout", "dp_shard"),
+    [("wide", "dp2", 0), ("split", "dp2", 0), ("split", "dp4", 2), ("split", "cp2-dp2", 0)],
+)
+def test_state_that_is_cut_continues_bit_for_bit(master: Literal["wide", "split"], layout: str, dp_shard: int) -> None:
+    ranks = ParallelLayout.parse(layout)
+    config = small_config("llama", ranks, precision="bf16", zero_stage=3, dp_shard=dp_shard)
     config = replace(config, optim=replace(config.optim, master=master))
-    whole, half = (run_threads(dp, train_part, config, None, range(steps)) for steps in (NUM_STEPS, 2))
-    rest = run_threads(dp, train_part, config, state_of(half), range(2, NUM_STEPS))
+    whole, half = (run_threads(ranks.world_size, train_part, config, None, range(steps)) for steps in (NUM_STEPS, 2))
+    rest = run_threads(ranks.world_size, train_part, config, state_of(half), range(2, NUM_STEPS))
     assert [(s.loss, s.grad_norm) for s in rest[0][0]] == [(s.loss, s.grad_norm) for s in whole[0][0][2:]]
     expected, state = state_of(whole), state_of(rest)
     assert all(torch.equal(state[name], expected[name]) for name in expected)

@@ -61,6 +61,8 @@ def test_a_lost_disk_is_read_from_the_replica_and_else_from_a_slower_tier(tmp_pa
     assert job.load()[0].step == 6
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_damage_is_read_from_the_replica_and_else_all_nodes_fall_back(tmp_path: Path, capfd: Console) -> None:
     job = Job(tmp_path)
     job.save(2, 4)

@@ -24,7 +24,7 @@ from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
 L = 16
-LONG = ("reset", "cut", "stall")
+LONG = ("503", "reset", "cut", "stall")
 RECORDS = {"store": "manifest.json", "archive": "archive.json"}
 Opener = Callable[[str], RemoteStore]
 
@@ -134,7 +134,7 @@ def test_a_program_that_ends_takes_its_threads_along(store: TokenStore, tmp_path
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["store", "archive"])
-@pytest.mark.parametrize("fault", ["503", "flip", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
+@pytest.mark.parametrize("fault", ["flip", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_faults_of_a_server_do_not_change_the_stream(
     store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
     kind: str, fault: str,

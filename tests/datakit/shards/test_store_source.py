@@ -144,7 +144,8 @@ def test_content_that_is_not_the_manifests_is_told(archived: Path, tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("kind", ["503", "reset", "cut"])
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["503", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "cut"))])
 def test_passing_faults_of_s3_are_survived(
     archived: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -81,6 +81,8 @@ def test_a_job_that_is_over_and_an_endpoint_without_a_port() -> None:
     assert missed(RendezvousClosedError(), "localhost")[0] == "the job 'job' at localhost:29400 is over"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_program_that_never_answers_is_found_before_torch_waits_for_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         port = deaf.getsockname()[1]

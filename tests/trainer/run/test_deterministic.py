@@ -58,6 +58,8 @@ def hashes(folder: Path, step: int) -> list[CheckpointHash]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_split_masters_are_saved_whole_and_go_on_bit_for_bit(folder: Path) -> None:
     split = ["--bf16", "--optim.master", "split"]
     for run, start, num_steps in (("whole", "whole", 8), ("run", "first", 4), ("run", "second", 8)):

@@ -221,6 +221,8 @@ def test_a_full_disk_does_not_stop_training(
     ballast.unlink()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_s3_gone_in_mid_save_is_survived(
     job_config: Path,
     s3_proxy: FaultProxy,

@@ -76,6 +76,7 @@ def test_each_document_of_every_rank_counts_its_own_attention(job_config: Path, 
         return [line["tflops_per_gpu"] / line["tokens_per_s_per_gpu"] for line in lines(path)]
 
     rows, masked = flops("rows", 1), flops("masked", 1, "--data.document-mask", "true")
-    assert rows[0] == rows[1] > max(masked), "every document ends before its row"
-    assert masked[0] != masked[1], "other documents"
+    assert rows == pytest.approx(rows[:1] * 2, rel=1e-12)
+    assert max(masked) < 0.995 * rows[0], "every document ends before its row"
+    assert masked[0] != pytest.approx(masked[1], rel=1e-6), "other documents"
     assert flops("ranks", 2, "--data.document-mask", "true") == pytest.approx(masked, rel=1e-12)
