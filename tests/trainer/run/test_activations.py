@@ -65,24 +65,23 @@ def test_what_is_kept_is_what_a_graph_holds(choice: str, num_layers: int, model:
     train = {"micro_batch_size": 2, "seq_length": 64, "global_batch_size": 2, "device": "cpu"} | again
     config = config_from({"model": shape, "train": train}, source="")
     engine = Engine(config, ProcessMesh(layout_of(config), 0, torch.device("cpu"), timeout_s=60))
-    engine.store.begin_step()
-    batch = random_batch(engine)
-    with Born() as born:
-        loss = engine.chunks[0].forward(None, batch)
-    assert loss.requires_grad
-    assert born.live_bytes == pytest.approx(activation_bytes(config, 0), rel=0.03)
+    assert graph_bytes(engine) == pytest.approx(activation_bytes(config, 0), rel=0.03)
 
 
-def share_held(rank: int, config: Config, *, network: Network) -> float:
-    """What the graph of a rank's forward pass holds, over what is counted."""
-    engine = make_engine(rank, config, network=network)
+def graph_bytes(engine: Engine) -> int:
+    """What the graph of a rank's forward pass holds."""
     engine.store.begin_step()
     batch = random_batch(engine)
     with Born() as born:
         loss = engine.chunks[0].forward(None, batch)
     engine.mesh.world.all_reduce(torch.zeros(1))  # no rank is left in an exchange, whose tensors it would keep
     require(loss.requires_grad, "the graph is there")
-    return born.live_bytes / activation_bytes(config, 0)
+    return born.live_bytes
+
+
+def share_held(rank: int, config: Config, *, network: Network) -> float:
+    """What the graph of a rank's forward pass holds, over what is counted."""
+    return graph_bytes(make_engine(rank, config, network=network)) / activation_bytes(config, 0)
 
 
 @pytest.mark.ci
