@@ -6,13 +6,12 @@ import pytest
 
 from tests.power_loss.exploring import recorded
 from tests.power_loss.programs import PROGRAMS
-from tools.power_loss.calls import is_possible
+from tests.support.strace import needs_strace
 from tools.power_loss.states import MODELS
 
 NUM_RANDOM = int(os.environ.get("POWER_LOSS_STATES", "3"))  # of each moment, besides those with one change lost or kept
 QUICK = ("save", "store")
 
-needs_strace = pytest.mark.skipif(not is_possible(), reason="strace is not installed")
 LONG = ("preprocess",)
 
 

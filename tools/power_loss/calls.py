@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,11 +32,6 @@ class Call:
     size: int = 0  # of an extension, a cut, a copy
     is_gone: bool = False
     flags: str = ""
-
-
-def is_possible() -> bool:
-    """Return whether programs can be recorded here."""
-    return shutil.which("strace") is not None
 
 
 def record(command: Sequence[str], log: Path, *, cwd: Path, timeout_s: float = 300.0) -> list[Call]:

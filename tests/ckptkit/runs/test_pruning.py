@@ -16,9 +16,8 @@ from ckptkit.runs.pruning import prune
 from ckptkit.runs.retention import Retention
 from tests.ckptkit.support.saves import ROOT, strace
 from tests.ckptkit.support.steps import DAY_S, LAST, Watched, age, checked_records, keys, write_steps
+from tests.support.strace import needs_strace
 from threefold.storage import Storage, open_storage
-
-needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 
 def test_steps_that_no_rule_keeps_go_with_all_their_files(storage: Storage) -> None:

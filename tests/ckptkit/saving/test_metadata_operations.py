@@ -1,7 +1,6 @@
 """How many metadata operations a save costs a file system: on Lustre one server serves those of all ranks."""
 
 import re
-import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.saving.checkpointer import Checkpointer
 from tests.ckptkit.support.saves import SMALL, save_one, start_rank
+from tests.support.strace import needs_strace
 from threefold.storage import folders
 
 CALLS = (
@@ -23,8 +23,6 @@ A_PART = 3  # of writer 0 for each part: two looks at its files and the opening 
 
 A_LISTING = 3  # of writer 0 for each look for the others' files: an opening and two reads
 A_LOOK = 2  # of another writer for each look for the outcome
-
-needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 
 def operations(run: Path, num_ranks: int, rank: int) -> tuple[Counter[str], int]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.strace import needs_strace
 from threefold.errors import StorageError
-from tools.power_loss.calls import Call, calls_of, is_possible, record
+from tools.power_loss.calls import Call, calls_of, record
 from tools.power_loss.disk import replay, tree_of
 
 PROGRAM = """
@@ -41,8 +42,6 @@ os.rmdir(folder + "/gone")
 os.fsync(at)
 print("ACKNOWLEDGED all of it", flush=True)
 """
-
-needs_strace = pytest.mark.skipif(not is_possible(), reason="strace is not installed")
 
 
 @needs_strace
