@@ -44,18 +44,22 @@ class Row:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     more: tuple[object, ...] = ()
     beside: str = ""
     peers: tuple[str, ...] = ()
 
     @property
     def num_gpus(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def sizes(self) -> list[object]:
         sizes = ["--micro-batch-size", self.micro_batch_size, "--global-batch-size", self.global_batch_size]
-        return [*sizes, "--tp", self.tp, "--pp", self.pp, "--dp", self.dp, *self.more]
+        layout = ["--tp", self.tp, "--pp", self.pp, "--dp", self.dp]
+        if self.cp > 1:  # not a flag of older trees
+            layout += ["--cp", self.cp]
+        return [*sizes, *layout, *self.more]
 
     @property
     def flags(self) -> list[object]:
@@ -65,6 +69,14 @@ class Row:
 TITAN, MCORE = "tt.py --model 1b", "mc.py --model 1b"
 TITAN_PP, MCORE_PP = f"{TITAN} --bs 16 --pp 2 --mbs 1", f"{MCORE} --mbs 1 --nmb 16 --pp 2"
 ZERO_BUBBLE, TWO_STAGES, IN_PARTS = ("--schedule", "zb-h1"), ("--vpp", 2), ("--tp-overlap-parts", 4)
+ZERO_2, ZERO_3 = ("--zero-stage", 2), ("--zero-stage", 3)
+NORMS, MLP = ("--recompute", "selective"), ("--recompute", "selective", "--recompute-modules", "norms,mlp")
+FULL, KEPT = ("--recompute", "full"), ("--recompute", "full", "--recompute-keep", "attention")
+LONG, LONGER = ("--train.seq-length", 65536), ("--train.seq-length", 131072)
+DOCUMENTS = ("--data.document-mask", "true")
+TITAN_4B, TITAN_8B = "tt.py --model 4b", "tt.py --model 8b"
+TITAN_LONG = f"{TITAN} --bs 1 --seq 65536 --cp 2 --steps 8 --warm 3"
+TITAN_LONGER = f"{TITAN_8B} --bs 1 --seq 131072 --cp 4 --ac full --steps 5 --warm 2"
 ROWS = {
     "1b": Row("1b", 8, 8, peers=(f"{TITAN} --bs 8", f"{MCORE} --mbs 4")),
     "1b-two": Row("1b", 8, 16),
@@ -98,6 +110,28 @@ ROWS = {
     "1b-tp2-pp2-m8-zb": Row("1b", 2, 16, tp=2, pp=2, more=ZERO_BUBBLE, beside="1b-tp2-pp2-m8"),
     "1b-tp2-pp2-m4": Row("1b", 2, 8, tp=2, pp=2, peers=(f"{MCORE} --mbs 2 --nmb 4 --tp 2 --pp 2",)),
     "1b-tp2-pp2-m4-zb": Row("1b", 2, 8, tp=2, pp=2, more=ZERO_BUBBLE, beside="1b-tp2-pp2-m4"),
+    "1b-norms": Row("1b", 8, 8, more=NORMS, beside="1b"),
+    "1b-mlp": Row("1b", 8, 8, more=MLP, beside="1b"),
+    "1b-kept": Row("1b", 8, 8, more=KEPT, beside="1b"),
+    "1b-full": Row("1b", 8, 8, more=FULL, beside="1b"),
+    "1b-dp2-zero2": Row("1b", 8, 16, dp=2, more=ZERO_2, beside="1b-dp2"),
+    "1b-dp2-zero3": Row("1b", 8, 16, dp=2, more=ZERO_3, beside="1b-dp2"),
+    "1b-tp2-long": Row("1b", 1, 1, tp=2, more=LONG),
+    "1b-cp2-long": Row("1b", 1, 1, cp=2, more=LONG, beside="1b-tp2-long", peers=(TITAN_LONG,)),
+    "1b-cp2-long-documents": Row("1b", 1, 1, cp=2, more=(*LONG, *DOCUMENTS), beside="1b-cp2-long"),
+    "4b-zero3": Row("4b", 1, 2, dp=2, more=ZERO_3, peers=(f"{TITAN_4B} --bs 1 --ac op",)),
+    "4b-zero3-by-2": Row("4b", 2, 4, dp=2, more=(*ZERO_3, *NORMS), beside="4b-zero3",
+                         peers=(f"{TITAN_4B} --bs 2 --ac full",)),
+    "8b-zero3": Row("8b", 1, 4, dp=4, more=ZERO_3, peers=(f"{TITAN_8B} --bs 1 --ac op",)),
+    "8b-zero3-norms": Row("8b", 1, 4, dp=4, more=(*ZERO_3, *NORMS), beside="8b-zero3"),
+    "8b-zero3-mlp": Row("8b", 1, 4, dp=4, more=(*ZERO_3, *MLP), beside="8b-zero3"),
+    "8b-zero3-shard2": Row("8b", 1, 4, dp=4, more=(*ZERO_3, *MLP, "--dp-shard", 2), beside="8b-zero3-mlp"),
+    "8b-zero3-by-2": Row("8b", 2, 8, dp=4, more=(*ZERO_3, *MLP), beside="8b-zero3"),
+    "8b-tp4-longer": Row("8b", 1, 1, tp=4, more=(*LONGER, *KEPT)),
+    "8b-cp4-longer": Row("8b", 1, 1, cp=4, more=(*LONGER, *KEPT, *ZERO_3), beside="8b-tp4-longer",
+                         peers=(TITAN_LONGER,)),
+    "8b-cp4-longer-documents": Row("8b", 1, 1, cp=4, more=(*LONGER, *KEPT, *ZERO_3, *DOCUMENTS),
+                                   beside="8b-cp4-longer"),
     "3.8b-dp4": Row("3.8b", 16, 128, dp=4, beside="3.8b"),
     "3.8b-tp2-pp2": Row("3.8b", 8, 128, tp=2, pp=2, beside="3.8b"),
 }  # fmt: skip
@@ -148,7 +182,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
             trace = ["--trace", output / f"{name}.trace.json.gz"]
             finish(python(ROOT, *launcher(row), HERE / "step.py", "--model", row.model, *row.sizes, *trace))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; tokens/s of each GPU")
-    titles = "row                       tok/s/gpu  mfu    causal  step ms   comm ms  bubble ms  GiB    start s"
+    titles = "row                       tok/s/gpu  mfu    causal  step ms   comm ms  bubble ms  GiB    plan   start s"
     print(f"{titles}  loss first -> last")
     print("\n".join([*table, "", *ratios(rates, beaten)]))
     return 0
@@ -278,7 +312,8 @@ def figures(name: str, rate: float, steps: list[dict[str, Any]], start_s: float)
     return (
         f"{name:<25} {rate:>9,.0f}  {shares['mfu']:.1%}  {shares['mfu_causal']:.1%}   "
         f"{1e3 * shares['step_s']:>7.1f}  {1e3 * shares['comm_s']:>8.1f}  {1e3 * shares['bubble_s']:>9.1f}  "
-        f"{shares['memory_gib']:>5.1f}  {start_s:>7.1f}  {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
+        f"{shares['memory_gib']:>5.1f}  {steps[-1].get('memory_of_plan', 0):>5.2f}  {start_s:>7.1f}  "
+        f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
     )
 
 
