@@ -17,6 +17,7 @@ from step import configured, engine_and_batch, seconds
 from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from threefold.errors import UserError
+from threefold.options import FlagText
 from trainer.config import OpsConfig
 
 SAMPLES = {"1b": 8, "350m": 32}  # a step, in one micro-batch
@@ -36,8 +37,10 @@ def benchmark(arguments: argparse.Namespace) -> int:
     """Time every form of every op."""
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for model in arguments.models:
+        sizes = ("train.micro_batch_size", "train.global_batch_size")
+        samples = {name: FlagText(str(SAMPLES[model]), name) for name in sizes}
         times: dict[tuple[str, str], list[float]] = {}
-        engine, batch = engine_and_batch(configured(model, SAMPLES[model], SAMPLES[model]))
+        engine, batch = engine_and_batch(configured(model, samples))
         for _ in range(arguments.rounds):
             for op, form in [("all", "csrc"), *forms(model)]:
                 engine.choices.forms = OpsConfig() if op == "all" else dataclasses.replace(OpsConfig(), **{op: form})

@@ -1,11 +1,11 @@
 """One training step of a model: tokens/s of each GPU, and where the time of its kernels goes.
 
-    python benchmarks/trainer/step.py [--micro-batch-size 8] [--global-batch-size 8] [--steps 12]
+    python benchmarks/trainer/step.py [--model 1b] [--micro-batch-size 8] [--global-batch-size 8] [--steps 12]
     torchrun --standalone --nproc-per-node 4 benchmarks/trainer/step.py --tp 2 --pp 2 --trace step.json.gz
 
-Tokens are random, the state is drawn, nothing is read or saved. The step is the median after four; then one step is
-profiled, and the first rank's kernels are added by kind; `--trace` keeps its timeline for a browser's trace viewer.
-For a peer, run it on the same GPU before and after.
+Every flag of `trainer train` that says what a step is may be added. Tokens are random, the state is drawn, nothing is
+read or saved. The step is the median after four; then one step is profiled, and the first rank's kernels are added by
+kind; `--trace` keeps its timeline for a browser's trace viewer. For a peer, run it on the same GPU before and after.
 """
 
 import argparse
@@ -13,18 +13,17 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.record import add_option
 from threefold.cli import Parser, run
+from threefold.flags import Settings, add_settings, settings_of
 from trainer.commands.shared import world_size
 from trainer.config import Config
-from trainer.config.walk import config_from, read_toml
+from trainer.config.walk import load_config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import mesh_of
@@ -33,7 +32,6 @@ from trainer.run.queues import ranks_of
 
 HERE = Path(__file__).parent
 WARMUP_STEPS = 4
-LAYOUT = ("tp", "pp", "dp", "tp_overlap_parts", "virtual_stages", "schedule", "zero_stage", "dp_shard")
 KINDS = {  # the first whose pattern is in a kernel's name
     "transfers": r"nccl",
     "attention": r"cudnn|flash|fmha",
@@ -51,27 +49,17 @@ KINDS = {  # the first whose pattern is in a kernel's name
 def main() -> int:
     parser = Parser(prog="step.py", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="1b", help="a model of this folder, or a configuration file")
-    parser.add_argument("--micro-batch-size", type=int, default=8, help="samples a pass")
-    parser.add_argument("--global-batch-size", type=int, default=8, help="samples a step")
     parser.add_argument("--steps", type=int, default=12, help="steps timed, the first four left out")
-    for name in ("tp", "pp", "dp", "tp-overlap-parts"):
-        parser.add_argument(f"--{name}", type=int, default=1, help=f"parallel.{name.replace('-', '_')}")
-    parser.add_argument("--vpp", type=int, default=1, dest="virtual_stages", help="parallel.virtual_stages")
-    parser.add_argument("--schedule", default="1f1b", help="parallel.schedule")
-    parser.add_argument("--zero-stage", type=int, default=1, help="parallel.zero_stage")
-    parser.add_argument("--dp-shard", type=int, default=0, help="parallel.dp_shard")
     parser.add_argument("--trace", metavar="FILE", help="write the profile of the first rank there")
     add_option(parser)
+    add_settings(parser, Config, is_shown=False)
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Time steps, then profile one."""
-    parallel = {name: getattr(arguments, name) for name in LAYOUT}
-    config = configured(
-        arguments.model, arguments.micro_batch_size, arguments.global_batch_size, parallel, world_size()
-    )
+    config = configured(arguments.model, settings_of(arguments), world_size())
     with ranks_of(config) as ranks:
         engine, batch = engine_and_batch(config, ranks)
         median = statistics.median(seconds(engine, batch, arguments.steps)[WARMUP_STEPS:])
@@ -82,11 +70,12 @@ def benchmark(arguments: argparse.Namespace) -> int:
         if ranks.rank == 0:
             peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
             name = torch.cuda.get_device_name() if on_gpu else "CPU"
-            shape, num_ranks = batch.tokens.shape, engine.mesh.layout.tp * engine.mesh.layout.pp
-            print(f"{name}, {engine.mesh.layout}, attention {engine.choices.names['attention']}: ", end="")
+            layout, shape = engine.mesh.layout, batch.tokens.shape
+            num_ranks = layout.tp * layout.cp * layout.pp
+            print(f"{name}, {layout}, attention {engine.choices.names['attention']}: ", end="")
             print(f"{shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
             print(f"{1e3 * median:.1f} ms, {shape.numel() / median / num_ranks:,.0f} tok/s, {peak:.1f} GiB")
-            claim = f"a step of {arguments.model}, {shape[0]} x {shape[1]} x {shape[2]}, {engine.mesh.layout}"
+            claim = f"a step of {arguments.model}, {shape[0]} x {shape[1]} x {shape[2]}, {layout}"
             arguments.record.add(claim, 1e3 * median, "ms")
             print_kinds(profile)
             if arguments.trace:
@@ -94,15 +83,10 @@ def benchmark(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def configured(
-    model: str, micro_batch_size: int, global_batch_size: int, parallel: Mapping[str, Any] = {}, num_ranks: int = 1
-) -> Config:
-    """Return the configuration of a model of this folder, or of a file."""
+def configured(model: str, flags: Settings, num_ranks: int = 1) -> Config:
+    """Return the configuration of a model of this folder, or of a file, with the flags that win over it."""
     own = HERE / f"{model}.toml"
-    tables = read_toml(str(own if own.exists() else model))
-    sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
-    tables = tables | {"train": tables["train"] | sizes, "parallel": dict(parallel)}
-    return config_from(tables, source=model, world_size=num_ranks)
+    return load_config(str(own if own.exists() else model), flags, world_size=num_ranks)
 
 
 def engine_and_batch(config: Config, ranks: Ranks | None = None) -> tuple[Engine, Batch]:

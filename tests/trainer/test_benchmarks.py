@@ -7,18 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.trainer.gpu import HERE, ROWS, figures, launcher, peer, rate_of, ratios, rows_of
+from datakit import write_store
 from tests.trainer.support.training import CONFIG, ROOT, VOCAB_SIZE, call
 
 STEP = ROOT / "benchmarks" / "trainer" / "step.py"
 
 
+@pytest.fixture(scope="module")
+def long_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token store for the longest rows."""
+    path = tmp_path_factory.mktemp("long") / "store"
+    write_store(path, [np.arange(1 << 16) % VOCAB_SIZE] * 5, vocab_size=VOCAB_SIZE, eod_id=VOCAB_SIZE - 1)
+    return path
+
+
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_a_run_that_can_start(name: str, job_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_a_run_that_can_start(name: str, long_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = ROWS[name]
-    assert call("train", *row.flags, "--data.stores", job_config.parent / "train", "--dry-run") == 0
+    assert call("train", *row.flags, "--data.stores", long_store, "--dry-run") == 0
     said = capsys.readouterr().err
     assert f" = {row.num_gpus} rank" in said
     assert not row.beside or ROWS[row.beside].model == row.model
@@ -53,9 +63,9 @@ def test_a_row_is_compared_with_its_peers_and_another_row() -> None:
         ["1b-dp4", "0.950 of 1b; 2.000 of tt.py"],
     ]
     keys = ("mfu", "mfu_causal", "step_s", "comm_s", "bubble_s", "memory_gib", "loss")
-    steps = [dict.fromkeys(keys, 0.5 if number > 4 else 9.0) for number in range(8)]
+    steps = [dict.fromkeys(keys, 0.5 if number > 4 else 9.0) | {"memory_of_plan": 0.98} for number in range(8)]
     assert figures("1b", 80_000.0, steps, 3.0).split() == (
-        ["1b", "80,000", "50.0%", "50.0%", "500.0", "500.0", "500.0", "0.5", "3.0", "9.0000", "->", "0.5000"]
+        ["1b", "80,000", "50.0%", "50.0%", "500.0", "500.0", "500.0", "0.5", "0.98", "3.0", "9.0000", "->", "0.5000"]
     )
 
 
