@@ -10,9 +10,7 @@ from tests.support.strace import needs_strace
 from tools.power_loss.states import MODELS
 
 NUM_RANDOM = int(os.environ.get("POWER_LOSS_STATES", "3"))  # of each moment, besides those with one change lost or kept
-QUICK = ("save", "store")
-
-LONG = ("preprocess",)
+QUICK, LONG = ("save", "store"), ("preprocess",)
 
 
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -51,6 +49,7 @@ UNSEEN = {
 
 @needs_strace
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # each of the uses that cost nothing is looked for in every state
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_use_of_fsync_that_is_left_out_is_found(name: str) -> None:
     with recorded(name) as program:

@@ -25,7 +25,8 @@ def test_no_cut_has_a_faster_slowest_stage(num_stages: int, extra: int, head: fl
     found = sizes_by_cost(costs, head, num_stages)
     assert (sum(found), len(found), min(found) >= 1) == (num_layers, num_stages, True)
     cuts = ((0, *inner, num_layers) for inner in combinations(range(1, num_layers), num_stages - 1))
-    assert slowest(found) == min(slowest([stop - start for start, stop in pairwise(cut)]) for cut in cuts)
+    best = min(slowest([stop - start for start, stop in pairwise(cut)]) for cut in cuts)
+    assert slowest(found) == pytest.approx(best, rel=1e-12)  # a head of nearly nothing is lost in a sum
 
 
 def test_cuts_by_hand() -> None:
