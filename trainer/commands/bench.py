@@ -17,7 +17,8 @@ class Options:
 
     what: Literal["comm"] = argument("WHAT", "comm: collectives and transfers of each group of ranks")
     tp: int = option(1, "tensor-parallel size", minimum=1)
-    pp: int = option(1, "pipeline ranks; what tp and pp leave over is dp", minimum=1)
+    cp: int = option(1, "context-parallel size, whose ranks exchange tokens for heads", minimum=1)
+    pp: int = option(1, "pipeline ranks; what tp, cp and pp leave over is dp", minimum=1)
     dp_shard: int = option(0, "neighbours along dp whose groups, and those of replicas, are timed too", minimum=0)
     mib: tuple[float, ...] = option((1.0, 16.0, 256.0), "sizes of the tensors in MiB", metavar="A,B,...")
     repeats: int = option(10, "calls timed of each, of which the median counts", minimum=1)
@@ -28,14 +29,15 @@ class Options:
 
 @recorded
 def run(options: Options) -> int:
-    """Time all-reduce, gather and reduce-scatter of each group of a layout, and transfers between pipeline ranks, all
-    groups of a kind at once. Bandwidths are those of the bus, by the formulas of nccl-tests."""
+    """Time all-reduce, gather and reduce-scatter of each group of a layout, the all-to-all of context parallel, and
+    transfers between pipeline ranks, all groups of a kind at once. Bandwidths are those of the bus, by the formulas of
+    nccl-tests."""
     from trainer.run.bench_comm import bench_comm
 
     if not options.mib or min(options.mib) <= 0:
         raise UserError(f"--mib has sizes above 0, got {','.join(map(str, options.mib)) or 'none'}", hint="--mib 1,16")
-    cuts = options.tp, options.pp, options.dp_shard
-    rows = bench_comm(options.device, cuts, options.mib, options.repeats, options.timeout_s)
+    cuts = options.tp, options.cp, options.pp
+    rows = bench_comm(options.device, cuts, options.dp_shard, options.mib, options.repeats, options.timeout_s)
     if not is_first_rank():
         return EXIT_OK
     if options.json:

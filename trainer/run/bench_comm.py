@@ -1,8 +1,8 @@
 """The bandwidth of a layout's groups: each collective and transfer that training makes, at several sizes.
 
 Bus bandwidth is as nccl-tests define it: bytes over time, times what a link of the slowest ring carries of them, which
-is 2 (n - 1) / n for an all-reduce of n ranks, (n - 1) / n for a gather or a reduce-scatter, and 1 for a transfer. So
-figures of groups of other sizes compare with each other and with the hardware's.
+is 2 (n - 1) / n for an all-reduce of n ranks, (n - 1) / n for a gather, a reduce-scatter or an all-to-all, and 1 for a
+transfer. So figures of groups of other sizes compare with each other and with the hardware's.
 """
 
 import statistics
@@ -43,23 +43,23 @@ class Row:
 def bus_factor(operation: str, num_ranks: int) -> float:
     """Return how often a link carries each byte: for example 1.5 for an all-reduce of four ranks."""
     share = (num_ranks - 1) / num_ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "send": 1.0}[operation]
+    return {"all_reduce": 2 * share, "send": 1.0}.get(operation, share)
 
 
 def bench_comm(
-    device: str, cuts: tuple[int, int, int], sizes: Sequence[float], repeats: int, timeout_s: float
+    device: str, cuts: tuple[int, int, int], dp_shard: int, sizes: Sequence[float], repeats: int, timeout_s: float
 ) -> list[Row]:
     """Return a row for each group of two or more ranks, each operation and each of the sizes in MiB; all ranks call it.
 
-    `cuts` are tp, pp and dp_shard; what tp and pp leave over is dp. Raises UserError where they do not divide the
-    processes, or there is one.
+    `cuts` are tp, cp and pp; what they leave over is dp. Raises UserError where they do not divide the processes, or
+    there is one.
     """
-    tp, pp, dp_shard = cuts
+    tp, cp, pp = cuts
     with Ranks(device, timeout_s=timeout_s) as ranks:
         if ranks.world_size == 1:
             hint = "trainer launch --nproc-per-node 2 bench comm"
             raise UserError("one process has nobody to talk to", hint=hint)
-        layout = ParallelLayout(tp=tp, pp=pp, dp=max(ranks.world_size // (tp * pp), 1))
+        layout = ParallelLayout(tp=tp, cp=cp, pp=pp, dp=max(ranks.world_size // (tp * cp * pp), 1))
         if dp_shard and layout.dp % dp_shard:
             text = f"--dp-shard {dp_shard} does not divide the {layout.dp} ranks of dp"
             raise UserError(text, hint=f"trainer launch --nproc-per-node {ranks.world_size} bench comm --dp-shard 1")
@@ -74,12 +74,14 @@ def bench_comm(
 def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callable[[], object]]]:
     """Return the number of ranks, the group's name, the operation and how to do it, in the same order on all ranks."""
     found: list[tuple[int, str, str, Callable[[], object]]] = []
-    groups = [mesh.tp, mesh.dp, *(group for group in mesh.nest((Axis.DP,)) if 1 < group.size < mesh.dp.size)]
-    groups += [mesh.world] if mesh.world.size > max(mesh.tp.size, mesh.dp.size) else []
+    groups = [mesh.tp, mesh.cp, mesh.dp, *(group for group in mesh.nest((Axis.DP,)) if 1 < group.size < mesh.dp.size)]
+    groups += [mesh.world] if mesh.world.size > max(group.size for group in groups) else []
     for group in (each for each in groups if each.size > 1):
         tensor = torch.zeros(-(-num_bytes // (4 * group.size)) * group.size, device=mesh.device)
         for name, how in OPERATIONS.items():
             found.append((group.size, group.name, name, partial(collect, group, name, tensor, *how)))
+        if group is mesh.cp:
+            found.append((group.size, group.name, "all_to_all", partial(exchange, group, tensor)))
     if mesh.layout.pp > 1:
         sent, received = torch.zeros(2, max(num_bytes // 4, 1), device=mesh.device)
         previous, following = mesh.activations.previous, mesh.activations.following
@@ -90,6 +92,11 @@ def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callab
 def collect(group: Group, operation: str, tensor: torch.Tensor, *how: str) -> None:
     """Make one collective call, and wait for it."""
     group.start(operation, tensor, *how).wait()
+
+
+def exchange(group: Group, tensor: torch.Tensor) -> None:
+    """Hand each rank its share, and wait for those of the others."""
+    group.start_exchange(tensor).wait()
 
 
 def pass_on(previous: Group | None, following: Group | None, sent: torch.Tensor, received: torch.Tensor) -> None:

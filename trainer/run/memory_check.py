@@ -161,6 +161,7 @@ def kinds(config: Config) -> Iterator[Sequence[Settings]]:
     yield [{"train.micro_batch_size": size} for size in sizes]
     factors = [factor for factor in powers_of_two(8)[1:] if parallel.dp % factor == 0]
     inside = [factor for factor in factors if parallel.tp * factor <= 8]
+    yield [{"parallel.cp": parallel.cp * factor, "parallel.dp": parallel.dp // factor} for factor in factors]
     yield [{"parallel.tp": parallel.tp * factor, "parallel.dp": parallel.dp // factor} for factor in inside]
     yield [{"parallel.pp": parallel.pp * factor, "parallel.dp": parallel.dp // factor} for factor in factors]
     yield [{"train.max_logits_gib": gib} for gib in (1.0, 0.25) if not 0 < train.max_logits_gib <= gib]

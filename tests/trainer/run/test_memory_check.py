@@ -125,6 +125,12 @@ def test_ways_are_of_different_kinds_and_the_largest_come_first() -> None:
     assert ways[0].plan.total < plan.total
 
 
+def test_long_rows_are_cut_over_ranks_of_dp() -> None:
+    plan = Plan(config_of("llama", {"seq_length": 4096, "global_batch_size": 8}, {"dp": 4}))
+    found = [way.settings for way in best_ways(plan, plan.total // 2) if "parallel.cp" in way.settings]
+    assert found == [{"parallel.cp": 2, "parallel.dp": 2}] or found == [{"parallel.cp": 4, "parallel.dp": 1}]
+
+
 def test_a_run_is_refused_before_it_writes(
     job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
