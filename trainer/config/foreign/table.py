@@ -78,14 +78,23 @@ class Entry:
         return "*" in self.name
 
     def meaning(self, values: Sequence[str]) -> Meaning:
-        """Return what it is with these values: that of the first word that fits, else its one meaning."""
+        """Return what it is with these values: that of the first word that fits each, else its one meaning.
+
+        Several values, as one a layer, have to mean the same.
+        """
         if isinstance(self.answer, str):
             return Meaning.of(self.answer)
-        value = values[0] if values else ""
-        exact = (text for word, text in self.answer.items() if is_same(word, value))
-        alike = (text for word, text in self.answer.items() if "*" in word and fnmatchcase(value, word))
-        known = ", ".join(word for word in self.answer if "*" not in word)
-        return Meaning.of(next(exact, None) or next(alike, None) or f"no: it is one of {known}")
+        texts = {self._text_for(self.answer, value) for value in values or [""]}
+        if len(texts) > 1:
+            return Meaning.of(f"no: it has one value here, not {', '.join(values)}")
+        return Meaning.of(texts.pop())
+
+    @staticmethod
+    def _text_for(answer: Mapping[str, str], value: str) -> str:
+        exact = (text for word, text in answer.items() if is_same(word, value))
+        alike = (text for word, text in answer.items() if "*" in word and fnmatchcase(value, word))
+        known = ", ".join(word for word in answer if "*" not in word)
+        return next(exact, None) or next(alike, None) or f"no: it is one of {known}"
 
     @property
     def meanings(self) -> list[Meaning]:

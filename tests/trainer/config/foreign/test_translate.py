@@ -90,6 +90,14 @@ def test_context_parallel_in_the_words_of_others(words: tuple[str, ...], cp: int
     assert (config.parallel.cp, config.parallel.cp_method) == (cp, method)
 
 
+@pytest.mark.more_faults
+def test_a_method_a_layer_is_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    _, config = parsed("run.toml", "--cp", "2", "--cp-comm-type", "a2a", "a2a")
+    assert config.parallel.cp_method == "ulysses"
+    (line,) = refused(capsys, "run.toml", "--cp", "2", "--cp-comm-type", "a2a", "all_gather")
+    assert "it has one value here, not a2a, all_gather" in line
+
+
 @pytest.mark.parametrize("place", range(0, 30, 4))
 def test_the_configuration_is_never_taken_for_a_value(place: int) -> None:
     groups = [list(group) for group in _groups(THERE)]
