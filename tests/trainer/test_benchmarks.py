@@ -1,8 +1,11 @@
 """What of benchmarks/trainer runs without GPUs: its rows are runs that can start, its peers' lines, a profiled step."""
 
+import argparse
 import gzip
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +87,40 @@ def test_layouts_that_are_compared_are_runs_of_the_same_samples(
         [(3.0, 2.0), (2.5, 1.0)], [(3.0, 2.0), (2.25, 1.25)]
     ))  # fmt: skip
     assert gaps(one, other) == pytest.approx((0.25, 0.2))
+
+
+def test_bits_are_compared_of_runs_that_can_start(
+    long_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    from benchmarks.trainer.bits import drawn, promised
+
+    pairs = list(promised())
+    cases = {case.name: case for case in [*drawn(random.Random(0), 30, 4), *itertools.chain(*pairs)]}
+    assert {case.num_ranks for case in cases.values()} == {1, 2, 4}
+    (tmp_path / "run.toml").write_text("[train]\nseq_length = 64\n")
+    flags = [tmp_path / "run.toml", "--data.stores", long_store, "--train.device", "cpu", "--deterministic"]
+    for case in cases.values():
+        assert call("train", *flags, *case.flags, "--dry-run") == 0, case
+        assert f" = {case.num_ranks} rank" in capsys.readouterr().err
+    assert all(a.values != b.values for a, b in pairs)
+
+
+@pytest.mark.slow
+def test_what_differs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    from benchmarks.trainer import bits
+
+    equal, (one, again) = [next(bits.promised())], next(pair for pair in bits.promised() if pair[0].num_ranks == 1)
+    other = bits.Case("another seed", one.values | {"train.seed": 1})
+    for pairs, code in (([*equal, (one, again)], 0), ([(one, again), (one, other)], 1)):
+        monkeypatch.setattr(bits, "promised", lambda pairs=pairs: iter(pairs))
+        assert bits.compare(argparse.Namespace(output=tmp_path / "out", before=None, device="cpu")) == code
+    printed = capsys.readouterr().out
+    assert "2 of 2 are equal" in printed
+    assert "differs: fp64 one = another seed\n1 of 2 are equal" in printed
 
 
 @pytest.mark.slow
