@@ -1,6 +1,8 @@
 """The groups of ranks that a layout needs, by name, and which of them hold one tensor. Pure: nothing is built here."""
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from itertools import pairwise
 
 from ckptkit import Coords, Cut, ParallelLayout, Placement
@@ -66,7 +68,8 @@ def nested(axes: Axes) -> tuple[Axes, Axes]:
     return tuple(Axis.SHARD if axis == Axis.DP else axis for axis in axes), (Axis.REPLICA,)
 
 
-def groups_needed(layout: ParallelLayout, kv_replicas: int = 1, dp_shard: int = 0) -> dict[str, list[Ranks]]:
+@lru_cache(maxsize=16)  # plans ask for those of one layout again and again
+def groups_needed(layout: ParallelLayout, kv_replicas: int = 1, dp_shard: int = 0) -> Mapping[str, Sequence[Ranks]]:
     """Return the ranks of every group, by the groups' name, in the order in which all ranks build them.
 
     A group is named by the axes along which its ranks differ: "tp.cp.dp" are a pipeline rank's, who hold norms and row
