@@ -75,7 +75,7 @@ class Devices:
         self._free, self._changed = list(range(count)), threading.Condition()
 
     @contextmanager
-    def taken(self, count: int) -> Iterator[list[int]]:
+    def hold(self, count: int) -> Iterator[list[int]]:
         """Wait for so many, and hold them."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) >= count)
@@ -206,18 +206,18 @@ def train(output: Path, devices: Devices, device: str, tree: Path, case: Case) -
     flags += ["--train-steps", NUM_STEPS, "--save", run_url, "--metrics", f"{run_url}.jsonl", *case.flags]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", case.num_ranks]
     command = [*launcher * (case.num_ranks > 1), "-m", "trainer", "train", *flags]
-    with devices.taken(case.num_ranks) as numbers:
+    with devices.hold(case.num_ranks) as numbers:
         own = {"OMP_NUM_THREADS": "1"} | (
             {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))} if device == "cuda" else {}
         )
-        said(tree, command, own)
+        run_python(tree, command, own)
     return Bits(
         [(step["loss"], step["grad_norm"]) for step in steps_of(Path(f"{run_url}.jsonl"))],
-        said(ROOT, ["-m", "ckptkit", "hash", "--tensors", run_url]),
+        run_python(ROOT, ["-m", "ckptkit", "hash", "--tensors", run_url]),
     )
 
 
-def said(tree: Path, command: Sequence[object], own: dict[str, str] | None = None) -> str:
+def run_python(tree: Path, command: Sequence[object], own: dict[str, str] | None = None) -> str:
     """Run Python with the packages of a tree; return what it printed."""
     words = [interpreter(tree), *map(str, command)]
     done = subprocess.run(
