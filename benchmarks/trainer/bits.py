@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu import ROOT, environment, interpreter, steps_of
+from gpu import ROOT, environment, interpreter, launcher, steps_of
 
+from benchmarks.record import add_option
 from datakit import write_store
 from threefold.cli import Parser, run
 from threefold.scratch import fresh_folder
@@ -95,6 +96,7 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=30, help="configurations that are drawn for --before")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what trains")
+    add_option(parser)
     parser.set_defaults(handler=compare)
     return run(parser)
 
@@ -126,7 +128,10 @@ def compare(arguments: argparse.Namespace) -> int:
     differing = [title for title, a, b in pairs if bits[a[0], a[1].name] != bits[b[0], b[1].name]]
     for title in differing:
         print(f"differs: {title}")
-    print(f"{len(pairs) - len(differing)} of {len(pairs)} are equal, on {count} devices of {arguments.device}")
+    equal = len(pairs) - len(differing)
+    print(f"{equal} of {len(pairs)} are equal, on {count} devices of {arguments.device}")
+    compared = "as of a tree before" if arguments.before else "as of choices that promise them"
+    arguments.record.add(f"training on {arguments.device}, bits {compared}", equal, "pairs", limit={"all": len(pairs)})
     return 1 if differing else 0
 
 
@@ -204,8 +209,7 @@ def train(output: Path, devices: Devices, device: str, tree: Path, case: Case) -
     run_url = output / f"{case.name.replace(' ', '-').replace(',', '')}-{'now' if tree == ROOT else 'before'}"
     flags = [output / "run.toml", "--data.stores", output / "store", "--train.device", device, "--deterministic"]
     flags += ["--train-steps", NUM_STEPS, "--save", run_url, "--metrics", f"{run_url}.jsonl", *case.flags]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", case.num_ranks]
-    command = [*launcher * (case.num_ranks > 1), "-m", "trainer", "train", *flags]
+    command = [*launcher(case.num_ranks), "-m", "trainer", "train", *flags]
     with devices.hold(case.num_ranks) as numbers:
         own = {"OMP_NUM_THREADS": "1"} | (
             {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))} if device == "cuda" else {}

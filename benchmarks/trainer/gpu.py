@@ -180,7 +180,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
         arguments.record.add(claim, rates[name], "tokens a second of a GPU", peer=beaten.get(name, {}), limit=limit)
         if arguments.profile:
             trace = ["--trace", output / f"{name}.trace.json.gz"]
-            finish(python(ROOT, *launcher(row), HERE / "step.py", "--model", row.model, *row.sizes, *trace))
+            finish(python(ROOT, *launcher(row.num_gpus), HERE / "step.py", "--model", row.model, *row.sizes, *trace))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; tokens/s of each GPU")
     titles = "row                       tok/s/gpu  mfu    causal  step ms   comm ms  bubble ms  GiB    plan   start s"
     print(f"{titles}  loss first -> last")
@@ -231,7 +231,7 @@ def train(tree: Path, metrics: Path, row: Row, *flags: object) -> tuple[list[dic
 
     That is in seconds after the command was started.
     """
-    start = [*launcher(row), "-m", "trainer", "train", *row.flags, *flags]
+    start = [*launcher(row.num_gpus), "-m", "trainer", "train", *row.flags, *flags]
     began_s = time.monotonic()
     process = python(tree, *start, "--metrics", metrics)
     while process.poll() is None and len(steps_of(metrics)) < 2:
@@ -241,11 +241,11 @@ def train(tree: Path, metrics: Path, row: Row, *flags: object) -> tuple[list[dic
     return steps_of(metrics), start_s
 
 
-def launcher(row: Row) -> list[object]:
-    """Return the arguments of Python that start a process for each GPU of a row."""
-    if row.num_gpus == 1:
+def launcher(num_ranks: int) -> list[object]:
+    """Return the arguments of Python that start so many processes, none for one."""
+    if num_ranks == 1:
         return []
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", row.num_gpus]
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
 
 
 def steps_of(metrics: Path) -> list[dict[str, Any]]:

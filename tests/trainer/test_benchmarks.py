@@ -35,7 +35,7 @@ def test_a_row_is_a_run_that_can_start(name: str, long_store: Path, capsys: pyte
     said = capsys.readouterr().err
     assert f" = {row.num_gpus} rank" in said
     assert not row.beside or ROWS[row.beside].model == row.model
-    assert len(launcher(row)) == (5 if row.num_gpus > 1 else 0)
+    assert len(launcher(row.num_gpus)) == (5 if row.num_gpus > 1 else 0)
 
 
 def test_rows_of_four_gpus_come_with_those_they_are_compared_with() -> None:
