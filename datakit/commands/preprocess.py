@@ -99,11 +99,18 @@ def run(options: Options) -> None:
         f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_shards} shards"
         for store in summary.stores
     ]
+    parts = zip(summary.stores, recipe.split, strict=True) if recipe.split else ()
+    empty = [
+        f"{store.path} has no document: of {summary.num_documents:,} none fell into its share, {share:g}"
+        for store, share in parts
+        if share and not store.num_documents
+    ]
     options.show(
         asdict(summary),
         *skipped,
         *[replaced] * (summary.num_replaced > 0),
         *stores,
+        *empty,
         f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens; {summary.input_bytes / 1e6:,.1f} MB in "
         f"{summary.elapsed_s:.1f} s, {summary.mb_per_s:.1f} MB/s, {summary.tokens_per_s:,.0f} tokens/s",
     )

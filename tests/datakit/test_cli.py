@@ -54,6 +54,17 @@ def test_the_summary_is_for_people_too(
     assert "300 documents" in capsys.readouterr().out
 
 
+def test_an_empty_part_of_a_split_is_named(
+    tmp_path: Path, texts: list[str], tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = write_jsonl(tmp_path / "few.jsonl", texts[:3])
+    words = ["preprocess", few, "--tokenizer", tokenizer_path, "--output"]
+    assert cli(*words, tmp_path / "a", "--split", "0.999,0.001") == 0
+    assert f"{tmp_path}/a/valid has no document: of 3 none fell into its share, 0.001" in capsys.readouterr().out
+    assert cli(*words, tmp_path / "b", "--split", "1,0") == 0
+    assert "no document" not in capsys.readouterr().out
+
+
 def test_what_was_skipped_is_told(tmp_path: Path, jsonl: Path, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     jsonl.write_bytes(jsonl.read_bytes() + b"no JSON\n" * 3)
     tokenizer, store = tmp_path / "tok.json", tmp_path / "s"
