@@ -52,6 +52,10 @@ class Parser(argparse.ArgumentParser):
         """Let flags do without their value, and, if something knows them, be those of other programs."""
         self._foreign = (foreign,)
 
+    def report_signal(self, number: int) -> None:
+        """Report the signal that ended the command."""
+        print("terminated" if number == signal.SIGTERM else "interrupted", file=sys.stderr)
+
     def take_rest(self, name: str) -> None:
         """Let one argument have all words as they are, flags too; but `-h` or `--help` as the first is the verb's."""
         self._rest = name
@@ -171,10 +175,10 @@ def _call(parser: Parser, argv: Sequence[str] | None) -> int:
         report(StorageError(f"not enough memory: {error}"))
         return EXIT_IO
     except Stopped as stopped:
-        print("terminated" if stopped.number == signal.SIGTERM else "interrupted", file=sys.stderr)
+        parser.report_signal(stopped.number)
         return 128 + stopped.number
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        parser.report_signal(signal.SIGINT)
         return 128 + signal.SIGINT
 
 

@@ -128,5 +128,5 @@ def is_value(text: str, action: BareAction) -> bool:
 def unknown(flag: str, actions: Mapping[str, argparse.Action]) -> str:
     """Return the sentence on a flag that nobody knows, with the one that may have been meant."""
     names = {name.removeprefix("--"): name for name in actions}
-    close = difflib.get_close_matches(flag.removeprefix("--"), names, 1)
+    close = difflib.get_close_matches(flag.removeprefix("--"), names, 1, 0.7)  # step is not like tp
     return f"unknown argument {flag}" + (f", did you mean {names[close[0]]}?" if close else "")

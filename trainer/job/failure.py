@@ -21,12 +21,16 @@ T = TypeVar("T")
 
 
 class JobParser(Parser):
-    """A Parser whose usage faults, which all ranks meet, are reported once a node."""
+    """A Parser whose usage faults, which all ranks meet, and signals are reported once a node."""
 
     def error(self, message: str) -> "None":  # type: ignore[override]
         record(UserError(message))
         let_first_speak()
         super().error(message)
+
+    def report_signal(self, number: int) -> None:
+        if _is_first_of_node():
+            super().report_signal(number)
 
 
 def recorded(verb: Callable[[T], int]) -> Callable[[T], int]:
@@ -64,8 +68,12 @@ def let_first_speak() -> None:
 
     torchrun then ends the others; one that still lives after a while is alone with its error.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not _is_first_of_node():
         time.sleep(OTHERS_SPEAK_AFTER_S)
+
+
+def _is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def code_of_rank(code: int) -> int:
@@ -74,7 +82,7 @@ def code_of_rank(code: int) -> int:
     Only ours reads it.
     """
     path = os.environ.get(END_FILE)
-    if path and os.environ.get("LOCAL_RANK", "0") == "0":
+    if path and _is_first_of_node():
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
             file.write(str(code))
     return EXIT_OK if is_launched() else code

@@ -113,8 +113,7 @@ def test_launchers_that_do_not_meet_say_so_in_two_lines(job_config: Path) -> Non
 def test_a_configuration_error_of_all_ranks_is_said_once(job_config: Path) -> None:
     code, lines = outcome("--nproc-per-node", 2, "train", job_config, "--dp", 2, "--data.stores", "nowhere")
     assert code in (2, 3)
-    assert [line.partition(":")[0] for line in lines if line.startswith(("error", "hint"))] == ["error", "hint"]
-    assert len(lines) <= 3, lines
+    assert [line.partition(":")[0] for line in lines] == ["error", "hint"], lines
 
 
 @pytest.mark.ci
