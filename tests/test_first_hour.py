@@ -110,6 +110,9 @@ WRONG = {  # the command, the code it ends with, and what its answer says
     "datakit convert store/train --output x --tokenizer tok.json": (2, "is a token store already", "--to megatron"),
     "trainer train run.toml --data.stores corpus --dry-run": (2, "corpus is not a token store but", "a.jsonl",
                                                               "hint: datakit preprocess corpus"),
+    "trainer train run.toml --data.stores store/train/shard-000000-000 --dry-run": (
+        2, "is not a token store but a dataset of Megatron-LM", "hint: datakit convert store/train/shard-000000-000"),
+    "datakit inspect store/train/shard-000000-000.bin": (2, "hint: datakit convert store/train/shard-000000-000 --out"),
     "datakit stats corpus/a.jsonl": (2, "but text", "hint: datakit preprocess corpus/a.jsonl"),
     "ckptkit inspect model": (2, "of another program, by its config.json", "ckptkit inspect hf:"),
     # a step that is not there, or written otherwise

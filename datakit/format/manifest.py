@@ -238,6 +238,11 @@ def _not_a_store(place: Path) -> UserError:
     what = f"{place} is not a token store"
     if url := url_meant(str(place)):
         return UserError(f"{what}: nothing has that name here, and a URL has a colon", hint=quoted(url))
+    prefix = str(place).removesuffix(".bin").removesuffix(".idx")
+    if os.path.isfile(f"{prefix}.idx"):
+        return UserError(
+            f"{what} but a dataset of Megatron-LM", hint=f"datakit convert {quoted(prefix)} --output STORE"
+        )
     if not os.path.lexists(place):
         return UserError(f"{what}: nothing has that name", hint=listing(place))
     if place.name == FILE_NAME:
