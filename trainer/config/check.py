@@ -175,7 +175,8 @@ def layout_faults(config: Config, world_size: int) -> Iterator[Fault]:
         yield fields, f"{text}: {way}"
     elif accumulation and accumulation * micro * dp_size != batch:
         text = f"train.gradient_accumulation_steps {accumulation} contradicts global_batch_size {batch} / "
-        text += f"(micro_batch_size {micro} * dp {dp_size}) = {batch // (micro * dp_size)}"
+        count = batch // (micro * dp_size)
+        text += f"(micro_batch_size {micro} * dp {dp_size}) = {count}: --gradient-accumulation-steps {count}"
         yield {*fields, "train.gradient_accumulation_steps"}, text
 
 

@@ -107,9 +107,9 @@ def hint_for(plan: Plan, device_bytes: int) -> str:
         more: Settings = {} if times == 1 else {"parallel.dp": plan.config.parallel.dp * times}
         larger = plan.with_settings(more)
         way = None if larger is None else fitting(larger, device_bytes)
-        if way is not None:
+        if larger is not None and way is not None:
             ranks = layout_of(way.plan.config).world_size
-            return flags_of(more | way.settings) + (f"; on {ranks} devices" if more else "")
+            return flags_of(with_count(more, plan, larger) | way.settings) + (f"; on {ranks} devices" if more else "")
     return "--train.memory-check warn; begins all the same"
 
 
@@ -135,7 +135,9 @@ def best_ways(plan: Plan, device_bytes: int) -> list[Way]:
     for number, kind in enumerate(kinds(plan.config)):
         planned = [(settings, plan.with_settings(settings)) for settings in kind]
         ways = [
-            Way(settings, made, number) for settings, made in planned if made is not None and made.total < plan.total
+            Way(with_count(settings, plan, made), made, number)
+            for settings, made in planned
+            if made is not None and made.total < plan.total
         ]
         enough = [way for way in ways if way.plan.total <= device_bytes]
         if ways:
@@ -169,6 +171,15 @@ def kinds(config: Config) -> Iterator[Sequence[Settings]]:
     yield [{"optim.moments": "bf16"}] * (optim.moments == "wide")
     yield [{"parallel.grad_reduce": "wide"}] * (parallel.grad_reduce == "bf16")
     yield [{"parallel.schedule": "1f1b"}] * (parallel.pp > 1 and parallel.schedule != "1f1b")
+
+
+def with_count(settings: Settings, plan: Plan, changed: Plan) -> Settings:
+    """Return settings that lead from a plan to another, with the number of micro-batches if that is another.
+
+    A configuration may have the number, and it would contradict the settings.
+    """
+    before, count = (each.config.train.gradient_accumulation_steps for each in (plan, changed))
+    return settings if count == before else settings | {"train.gradient_accumulation_steps": count}
 
 
 def needed(config: Config, settings: Settings) -> Settings:
