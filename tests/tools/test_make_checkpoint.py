@@ -1,8 +1,5 @@
 """The synthetic checkpoint, and the whole life of one: made, resharded to other layouts and back, hashed, damaged."""
 
-import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,28 +11,12 @@ from ckptkit.check.verify import verify_checkpoint
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import Box
 from ckptkit.runs.run import resolve
+from tests.support.measured import ckptkit
 from tools.make_checkpoint import chunk_values, element_values, gpt_tensors, hidden_for, main
 
 LAYOUT = "tp8-dp2-pp4"
 MAX_RSS_BYTES = 1 << 30
 LEGS = (("--tp", "4", "--pp", "8"), (), ("--tp", "8", "--pp", "4", "--dp", "2"))
-
-
-# A child's peak RSS begins at its parent's: it is the small process between that measures.
-MEASURE = """
-import resource, subprocess, sys
-code = subprocess.run(sys.argv[1:], check=False).returncode
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
-sys.exit(code)
-"""
-
-
-def ckptkit(*argv: str) -> tuple[dict, int]:
-    """The JSON that a verb prints, and its peak RSS in bytes."""
-    command = [sys.executable, "-c", MEASURE, sys.executable, "-m", "ckptkit", *argv, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), int(done.stderr.split()[-1]) * 1024
 
 
 def test_values_depend_on_name_and_index_alone() -> None:
