@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -83,16 +84,25 @@ def put_back(paths: list[Path]) -> Iterator[None]:
 
 
 def run(step: tuple[str, ...], root: Path) -> int:
-    """Return the exit status of a command; end the command too if a signal ends the release."""
-    with subprocess.Popen(step, cwd=root) as process:
-        try:
-            return process.wait()
-        except BaseException:
-            process.terminate()  # make hands it on to what it runs
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ENDS_WITHIN_S)
-            process.kill()
-            raise
+    """Return the exit status of a command; end the command too if a signal ends the release.
+
+    A signal waits until the command has started: in the midst of that nobody knows yet what to end.
+    """
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, usual)
+    try:
+        with subprocess.Popen(step, cwd=root, preexec_fn=unblock) as process:
+            try:
+                unblock()
+                return process.wait()
+            except BaseException:
+                process.terminate()  # make hands it on to what it runs
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDS_WITHIN_S)
+                process.kill()
+                raise
+    finally:
+        unblock()
 
 
 def refused(root: Path, version: str) -> str | None:

@@ -114,6 +114,33 @@ def test_a_signal_leaves_the_files_as_they_were_and_ends_the_step(tree: Path, na
         os.kill(int(child), 0)
 
 
+def test_a_signal_while_a_step_starts_ends_it_too(tree: Path) -> None:
+    """The signal comes when the step's process is there, and Popen has not returned it."""
+    step = ("sh", "-c", "echo $$; exec sleep 100")
+    program = f"""
+import os, signal, subprocess
+from pathlib import Path
+from tools import release
+
+def begin(self, *words, start=subprocess.Popen.__init__, **options):
+    start(self, *words, **options)
+    if words[0] == {step}:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+subprocess.Popen.__init__ = begin
+release.main(["7.8.9"], Path({str(tree)!r}), ({step},))
+"""
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("+ sh -c")
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said or 0) or 2**22, 0)
+
+
 def test_what_nohup_ignores_does_not_end_a_release(tree: Path) -> None:
     used = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
