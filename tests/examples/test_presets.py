@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ckptkit.foreign.hf.families import FAMILIES, family_for
-from ckptkit.foreign.hf.model_table import BEYOND_KEYS
 from datakit import write_store
 from trainer.cli import main
 from trainer.config.walk import load_config
@@ -54,7 +53,7 @@ def test_a_preset_has_the_published_shape(name: str) -> None:
     published = PUBLISHED[name]
     family = FAMILIES[published["model_type"]]
     expected, config = family.model(published), load_config(str(EXAMPLES / f"{name}.toml"))
-    wanted = {key: value for key, value in asdict(expected).items() if key not in BEYOND_KEYS}
+    wanted = expected.to_json()
     assert {key: value for key, value in asdict(config.model).items() if key in wanted} == wanted
     assert family_for(expected) is family
     assert sum(math.prod(row.shape) for row in parameter_table(config).values()) == PARAMETERS[name]

@@ -18,20 +18,20 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
 
 def llama_like(config: Config) -> ModelTable:
     """Return the model of a family of Llama's kind: rotary positions, RMSNorm, a gated MLP."""
-    heads, hidden = _number(config, "num_attention_heads"), _number(config, "hidden_size")
+    heads, hidden = whole_number(config, "num_attention_heads"), whole_number(config, "hidden_size")
     attention_bias, mlp_bias = (bool(config.get(name, False)) for name in ("attention_bias", "mlp_bias"))
     activation = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     beyond = _unless(config, activation, "silu", "swish") + _unless(config, "pretraining_tp", 1, None)
     if attention_bias != mlp_bias:
         beyond += (f"biases in {'attention' if attention_bias else 'the MLP'} alone",)
     model = ModelTable(
-        num_layers=_number(config, "num_hidden_layers"),
+        num_layers=whole_number(config, "num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=_number(config, "num_key_value_heads", heads),
-        head_size=_number(config, "head_dim", hidden // heads),
-        ffn_hidden_size=_number(config, "intermediate_size"),
-        vocab_size=_number(config, "vocab_size"),
+        num_kv_heads=whole_number(config, "num_key_value_heads", heads),
+        head_size=whole_number(config, "head_dim", hidden // heads),
+        ffn_hidden_size=whole_number(config, "intermediate_size"),
+        vocab_size=whole_number(config, "vocab_size"),
         norm_eps=_real(config, "rms_norm_eps", 1e-6),
         bias=attention_bias and mlp_bias,
         attention_bias=attention_bias and not mlp_bias,
@@ -53,7 +53,7 @@ def _with_window(model: ModelTable, config: Config) -> ModelTable:
         model = _beyond(model, f"layers of {shown(min(others))}")
     if window is None:
         return model
-    size, every = _number(config, "sliding_window"), full_every(config, model.num_layers)
+    size, every = whole_number(config, "sliding_window"), full_every(config, model.num_layers)
     if every is None:
         return replace(model, attention_window=size)
     return model if every == 1 else replace(model, window=size, window_every=every)
@@ -72,7 +72,7 @@ def full_every(config: Config, num_layers: int) -> int | None:
         is_full = [every > 0 and number % every == 0 for number in range(1, len(kinds) + 1)]
         return every if is_full == [kind != SLIDING for kind in kinds] else None
     if config.get("sliding_window_pattern") is not None:
-        every = _number(config, "sliding_window_pattern")
+        every = whole_number(config, "sliding_window_pattern")
         return every if every <= num_layers else 0
     first_full = config.get("max_window_layers") or 0
     if 0 < first_full < num_layers:
@@ -105,7 +105,7 @@ def _with_rope(model: ModelTable, config: Config) -> ModelTable:
                 rope_factor=_real(rope, "factor"),
                 rope_low_factor=_real(rope, "low_freq_factor"),
                 rope_high_factor=_real(rope, "high_freq_factor"),
-                rope_original_length=_number(rope, "original_max_position_embeddings"),
+                rope_original_length=whole_number(rope, "original_max_position_embeddings"),
             )
         case _:
             return _beyond(model, f"rope_scaling of type {shown(kind)} (known are linear and llama3)")
@@ -127,12 +127,6 @@ class LlamaLike:
         """Return the model of a config.json."""
         model = llama_like({**self.defaults, **config, **self.fixed})
         return _beyond(replace(model, **self.fields), *self.beyond)
-
-
-def mixtral(config: Config) -> ModelTable:
-    """Return the model of a Mixtral."""
-    experts, per_token = _number(config, "num_local_experts"), _number(config, "num_experts_per_tok")
-    return replace(llama_like({**config, **ALL_SLIDE}), num_experts=experts, experts_per_token=per_token)
 
 
 ALL_SLIDE = {"layer_types": None, "max_window_layers": None, "sliding_window_pattern": None}  # if any layer does
@@ -189,23 +183,23 @@ def _gemma_of_both_norms(config: Config) -> ModelTable:
 
 def gpt2(config: Config) -> ModelTable:
     """Return the model of a GPT-2."""
-    heads, hidden = _number(config, "n_head"), _number(config, "n_embd")
+    heads, hidden = whole_number(config, "n_head"), whole_number(config, "n_embd")
     if config.get("add_cross_attention"):
         raise UserError("attention to another model's states (add_cross_attention), which has no place among the names")
     beyond = _unless(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
     beyond += _unless(config, "scale_attn_weights", True) + _unless(config, "scale_attn_by_inverse_layer_idx", False)
     return ModelTable(
-        num_layers=_number(config, "n_layer"),
+        num_layers=whole_number(config, "n_layer"),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
         head_size=hidden // heads,
-        ffn_hidden_size=_number(config, "n_inner", 4 * hidden),
-        vocab_size=_number(config, "vocab_size"),
+        ffn_hidden_size=whole_number(config, "n_inner", 4 * hidden),
+        vocab_size=whole_number(config, "vocab_size"),
         norm_eps=_real(config, "layer_norm_epsilon", 1e-5),
         norm="layernorm",
         position="learned",
-        num_positions=_number(config, "n_positions"),
+        num_positions=whole_number(config, "n_positions"),
         activation="gelu",
         bias=True,
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),
@@ -222,7 +216,8 @@ def _unless(config: Config, name: str, *allowed: object) -> tuple[str, ...]:
     return () if name not in config or config[name] in allowed else (f"{name} {shown(config[name])}",)
 
 
-def _number(config: Config, name: str, default: int | None = None) -> int:
+def whole_number(config: Config, name: str, default: int | None = None) -> int:
+    """Return a number of config.json above 0; UserError for another value, or if there is none and no default."""
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
@@ -291,12 +286,6 @@ def mistral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
 def ministral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
     """Return the keys of a Ministral: a Mistral of which some layers may see all."""
     return mistral_config(model, max_positions) | ({"layer_types": layer_types(model)} if model.window else {})
-
-
-def mixtral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
-    """Return the keys of a Mixtral."""
-    experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
-    return mistral_config(model, max_positions) | experts
 
 
 def qwen_config(model: ModelTable, max_positions: int) -> dict[str, Any]:

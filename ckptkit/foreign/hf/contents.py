@@ -25,6 +25,7 @@ CARRIED = (  # files beside the weights that a run keeps as they are, each a ten
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+STACKED = ".mlp.experts.gate_up_proj"  # how the name ends of a tensor that holds all experts of a layer
 BLOCK_BYTES = 16 << 20  # of tensors that are compared
 SEQ_LENGTH = 1024  # of an evaluation that says nothing else, or the model's own if that is shorter
 MAX_FILE_BYTES, MAX_JSON_BYTES, MAX_FILES = 256 << 20, 64 << 20, 10_000
@@ -51,12 +52,14 @@ def read_contents(storage: Storage) -> Contents:
     config = read_json(storage, CONFIG)
     family, model = model_of(config, f"{storage.url}/{CONFIG}", hint=by_own_names(storage))
     tensors, weights = _tensors(storage)
-    if max(model.num_layers, model.num_experts) > len(tensors):
+    is_stacked = any(name.endswith(STACKED) for name in tensors)
+    most_experts = max((tensor.shape[0] for tensor in tensors.values() if tensor.shape), default=0)
+    if model.num_layers > len(tensors) or model.num_experts > (most_experts if is_stacked else len(tensors)):
         said = f"{model.num_layers:,} layers" + (f" of {model.num_experts:,} experts" if model.num_experts else "")
         text = f"{storage.url} does not hold the model of its {CONFIG}: {said}, and {len(tensors):,} tensors"
         raise UserError(text, hint="fetch the folder again, with all its files")
     prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
-    rows = tuple(family.rows(model, prefix))
+    rows = tuple(family.rows(model, prefix, is_stacked=is_stacked))
     tensors = {name: each for name, each in tensors.items() if not name.endswith(family.ignored)}
     faults = misfits(rows, tensors)
     if faults:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.foreign.checks import shown
-from ckptkit.foreign.hf import config
+from ckptkit.foreign.hf import config, experts
 from ckptkit.foreign.hf.config import LLAMA_LIKE, Config
 from ckptkit.foreign.hf.model_table import ModelTable, Row, parameters
+from ckptkit.model.tensor import Placement
 from threefold.errors import UserError
 
 
@@ -31,26 +32,43 @@ class Family:
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     is_turned: bool = False
 
-    def rows(self, model: ModelTable, prefix: str) -> Iterator[Row]:
+    def rows(self, model: ModelTable, prefix: str, *, is_stacked: bool = False) -> Iterator[Row]:
         """Yield the tensors of a model, those that the folder fuses in their order there.
 
-        All names in the folder but the head's begin with `prefix`.
+        All names in the folder but the head's begin with `prefix`. If `is_stacked` the experts of a layer are two
+        tensors there.
         """
         firsts: dict[str, int] = {}  # q of 32 rows, k of 16: k is at 32, v at 48
+        names = {**self.names, **_STACKED} if is_stacked else self.names
         for name, shape, placement in parameters(model):
             number, _, inner = name.removeprefix("layers.").partition(".")
             layer, inner = (number, inner) if name.startswith("layers.") else ("", name)
             module, _, kind = inner.rpartition(".")
-            template = f"{prefix if module != 'head' else ''}{self.names[module]}.{kind}"
+            template = f"{prefix if module != 'head' else ''}{names[module]}.{kind}"
             if ".experts." in name:
-                for expert in range(shape[0]):
-                    yield Row(name, template.format(layer, expert), shape, placement, expert=expert)
+                template = template.removesuffix(f".{kind}") if is_stacked else template
+                yield from _expert_rows(name, template, layer, shape, placement, is_stacked=is_stacked)
                 continue
             foreign = template.format(layer)
             first = firsts.get(foreign, 0)
             firsts[foreign] = first + shape[0]
             turned = self.is_turned and len(shape) == 2 and (".attn." in name or ".mlp." in name)
             yield Row(name, foreign, shape, placement, is_transposed=turned, first=first)
+
+
+def _expert_rows(
+    name: str, template: str, layer: str, shape: tuple[int, ...], placement: Placement, *, is_stacked: bool
+) -> Iterator[Row]:
+    """Yield where a layer's experts are: each in a tensor of its own, or stacked, gate and up of one after another."""
+    if is_stacked and ".down." in name:
+        yield Row(name, template.format(layer), shape, placement)
+        return
+    for expert in range(shape[0]):
+        if is_stacked:
+            first = 2 * expert + (".up." in name)
+            yield Row(name, template.format(layer), shape, placement, first=first, expert=expert, num_stacked=2)
+        else:
+            yield Row(name, template.format(layer, expert), shape, placement, expert=expert)
 
 
 _LLAMA = {
@@ -69,6 +87,15 @@ _MIXTRAL = _LLAMA | {
     "mlp.experts.gate": "layers.{}.block_sparse_moe.experts.{}.w1",
     "mlp.experts.up": "layers.{}.block_sparse_moe.experts.{}.w3",
     "mlp.experts.down": "layers.{}.block_sparse_moe.experts.{}.w2",
+}
+_QWEN3_MOE = _LLAMA | {
+    "mlp.router": "layers.{}.mlp.gate",
+    **{f"mlp.experts.{name}": f"layers.{{}}.mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+}
+_STACKED = {  # as transformers 5 has experts in memory, and saves them if asked to
+    "mlp.router": "layers.{}.mlp.gate",
+    **{f"mlp.experts.{name}": "layers.{}.mlp.experts.gate_up_proj" for name in ("gate", "up")},
+    "mlp.experts.down": "layers.{}.mlp.experts.down_proj",
 }
 _PHI3 = _LLAMA | {
     **{f"attn.{name}": "layers.{}.self_attn.qkv_proj" for name in "qkv"},
@@ -98,9 +125,10 @@ FAMILIES = {
         Family("llama", "LlamaForCausalLM", "model.", LLAMA_LIKE["llama"], _LLAMA, config.biased_config),
         Family("mistral", "MistralForCausalLM", "model.", LLAMA_LIKE["mistral"], _LLAMA, config.mistral_config),
         Family("ministral", "MinistralForCausalLM", "model.", LLAMA_LIKE["ministral"], _LLAMA, config.ministral_config),
-        Family("mixtral", "MixtralForCausalLM", "model.", config.mixtral, _MIXTRAL, config.mixtral_config),
+        Family("mixtral", "MixtralForCausalLM", "model.", experts.mixtral, _MIXTRAL, experts.mixtral_config),
         Family("qwen2", "Qwen2ForCausalLM", "model.", LLAMA_LIKE["qwen2"], _LLAMA, config.qwen_config),
         Family("qwen3", "Qwen3ForCausalLM", "model.", LLAMA_LIKE["qwen3"], _LLAMA, config.qwen_config),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", "model.", experts.qwen3_moe, _QWEN3_MOE, experts.qwen3_moe_config),
         Family("phi3", "Phi3ForCausalLM", "model.", LLAMA_LIKE["phi3"], _PHI3),
         Family("olmo2", "Olmo2ForCausalLM", "model.", LLAMA_LIKE["olmo2"], _BOTH_NORMS),
         Family("gemma", "GemmaForCausalLM", "model.", LLAMA_LIKE["gemma"], _LLAMA),
@@ -121,16 +149,19 @@ def family_of(config: Config) -> Family:
         many = isinstance(architectures, list)
         listed = f"[{', '.join(map(shown, architectures[:3]))}]" if many else shown(architectures)
         named = f"{shown(config.get('model_type'))} with architectures {listed}"
-        raise UserError(f"model_type {named}; known are {', '.join(each.architecture for each in FAMILIES.values())}")
+        beyond = "".join(f", which has {phrase}" for phrase in experts.beyond_names(config))
+        raise UserError(
+            f"model_type {named}{beyond}; known are {', '.join(each.architecture for each in FAMILIES.values())}"
+        )
     return family
 
 
 def family_for(model: ModelTable) -> Family:
-    """Return the family that a run's model is of; UserError if no family has such a model."""
-    for name in ("gpt2", "llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3"):
+    """Return the family that a run's model in its simplest spelling is of; UserError if no family has such a model."""
+    for name in ("gpt2", "llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
         family = FAMILIES[name]
         try:
-            if family.config and family.model({"model_type": name, **family.config(model, 1)}) == model:
+            if family.config and family.model({"model_type": name, **family.config(model, 1)}).simplest() == model:
                 return family
         except UserError:
             continue
@@ -138,5 +169,8 @@ def family_for(model: ModelTable) -> Family:
     if model.window or model.attention_window:
         parts += f", window {model.window}, window_every {model.window_every}"
         parts += f", attention_window {model.attention_window}"
+    if model.num_experts:
+        parts += f", {experts.described(model)}"
+    parts += "".join(f", {phrase}" for phrase in model.beyond)
     hint = "--like FOLDER, with the config.json of the model"
     raise UserError(f"no known family of Hugging Face has such a model: {parts}", hint=hint)

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ckptkit.check.slabs import read_whole
+from ckptkit.foreign.hf import experts
 from ckptkit.foreign.hf.contents import CONFIG, FILES, carried, model_of, read_json
 from ckptkit.foreign.hf.families import Family, family_for
 from ckptkit.foreign.hf.folder import INDEX_SUFFIX, METADATA, SUFFIX
@@ -105,6 +106,7 @@ def export_of(source: ChunkSource, like: Storage | None, max_shard_bytes: int, d
     if CONFIG in files:
         where = f"{source.url if like is None else like.url}: {CONFIG}"
         family, model = model_of(_parsed(files[CONFIG], where), where)
+        model = model.simplest()
         recorded = None if recorded is None else _with_pattern(recorded, model)
         faults = [
             f"{field.name}: {getattr(recorded, field.name)}, {CONFIG} says {getattr(model, field.name)}"
@@ -204,7 +206,10 @@ def index_of(shards: Sequence[TensorFile]) -> bytes:
 
 
 def recorded_model(root: Root) -> ModelTable | None:
-    """Return the model that a root's metadata records in the trainer's words, None if it does not."""
+    """Return the model that a root's metadata records in the trainer's words, in its simplest spelling.
+
+    None if it does not.
+    """
     config = root.metadata.get("config")
     recorded = config.get("model") if isinstance(config, Mapping) else None
     if not isinstance(recorded, Mapping):
@@ -225,8 +230,8 @@ def recorded_model(root: Root) -> ModelTable | None:
             unused.append("rope_factor")
         if values.get("window_every", 0) > values["num_layers"]:
             unused.append("window_every")
-        values["beyond"] = tuple(values.get("beyond", ()))
-        return ModelTable(**{name: value for name, value in values.items() if name not in unused})
+        values["beyond"] = tuple(values.get("beyond", ())) + experts.beyond_folders(recorded)
+        return ModelTable(**{name: value for name, value in values.items() if name not in unused}).simplest()
     except (KeyError, TypeError, ZeroDivisionError):
         return None
 

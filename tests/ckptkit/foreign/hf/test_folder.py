@@ -9,21 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.foreign.folder import FolderSource
 from ckptkit.foreign.hf.folder import HfFolder
-from ckptkit.foreign.hf.model_table import BEYOND_KEYS, ModelTable
-from ckptkit.model.chunk_table import ChunkTable
+from ckptkit.foreign.hf.model_table import BEYOND_KEYS, EXPERT_KEYS, ModelTable
 from ckptkit.model.layout import Coords, ParallelLayout
 from ckptkit.model.tensor import Box
-from tests.ckptkit.support.hf_folders import EXPERTS, HIDDEN, write_folder
+from tests.ckptkit.support.hf_folders import EXPERTS, HIDDEN, read, write_folder
 from threefold.errors import CheckFailed, UserError
-
-
-def read(reader: FolderSource, name: str, box: Box) -> np.ndarray:
-    """A box of a tensor of fp32."""
-    info, data = reader.root.tensors[name], np.empty(box.shape, np.float32)
-    reader.read(ChunkTable.of([(info, box, 0, box.numel)]), [data.ctypes.data])
-    return data
 
 
 def test_boxes_of_plain_fused_and_turned_tensors(tmp_path: Path) -> None:
@@ -57,7 +48,8 @@ def test_names_shapes_and_placements_are_the_trainers(tmp_path: Path, model_type
     config = config_from(root.metadata["config"], source="the folder")
     found = {name: (info.shape, info.placement) for name, info in root.tensors.items() if "/" not in name}
     assert found == {name: (row.shape, row.placement) for name, row in parameter_table(config).items()}
-    assert root.metadata["config"]["model"].keys() == ModelTable.__dataclass_fields__.keys() - set(BEYOND_KEYS)
+    keys = ModelTable.__dataclass_fields__.keys() - {*BEYOND_KEYS, *EXPERT_KEYS}
+    assert root.metadata["config"]["model"].keys() == keys
 
 
 def test_experts_are_one_tensor_cut_by_ep_and_tp_and_the_trainer_refuses_them(tmp_path: Path) -> None:

@@ -58,8 +58,10 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 16}),
     ("llama", {"attention_bias": True}),
     ("llama", {"mlp_bias": True}),
+    ("qwen3_moe", {"num_files": 2, "num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2}),
+    ("qwen3_moe", {"dtype": torch.bfloat16}),
 ]
-SLOW_KINDS = {1, 2, 3, 4, *range(9, 15)}
+SLOW_KINDS = {1, 2, 3, 4, *range(9, 15), 16}
 
 
 @pytest.mark.ci

@@ -20,6 +20,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 THIRD = ["sliding_attention", "sliding_attention", "full_attention"]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,6 +44,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2-slides": ("qwen2", SHAPE | {"use_sliding_window": True, "sliding_window": 15, "max_window_layers": 0}),
     "qwen2-window": ("qwen2", SHAPE | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "mixtral": ("mixtral", SHAPE | EXPERTS),
+    "mixtral-slides": ("mixtral", SHAPE | EXPERTS | {"sliding_window": 5, "tie_word_embeddings": True}),
+    "qwen3-moe": ("qwen3_moe", SHAPE | EXPERTS | {"head_dim": 8, "moe_intermediate_size": 12, "norm_topk_prob": True}),
+    "qwen3-moe-some": (
+        "qwen3_moe",
+        SHAPE | EXPERTS | {"num_hidden_layers": 4, "moe_intermediate_size": 12, "decoder_sparse_step": 2},
+    ),
+    "qwen3-moe-first": ("qwen3_moe", SHAPE | EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [0]}),
     "llama-yarn": ("llama", SHAPE | {"rope_parameters": YARN}),
     "llama-attention-bias": ("llama", SHAPE | {"attention_bias": True}),
 }
@@ -50,14 +59,14 @@ TRAINED = ("phi3", "mistral", "mistral-all", "ministral", "qwen3-second", "qwen2
 TOKENS = torch.randint(3, 31, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def make(folder: Path, model_type: str, settings: dict[str, Any]) -> None:
+def make(folder: Path, model_type: str, settings: dict[str, Any], **options: Any) -> None:
     """Write a model with random weights, as save_pretrained does."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **settings))
     with torch.no_grad():
         for values in model.parameters():
             values.normal_(0, 0.3)
-    model.save_pretrained(folder, max_shard_size="8KB")
+    model.save_pretrained(folder, max_shard_size="8KB", **options)
 
 
 def opened(folder: Path) -> Any:
@@ -73,6 +82,17 @@ def test_logits_are_equal_after_import_and_export(tmp_path: Path, kind: str, wor
     assert main(["import", str(folder), str(run), *words]) == 0
     assert main(["reshard", str(run), str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0
     assert main(["export", str(tmp_path / "cut"), str(back), "--max-shard-bytes", "9000"]) == 0
+    with torch.no_grad():
+        assert torch.equal(opened(folder)(TOKENS).logits, opened(back)(TOKENS).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_experts_that_are_stacked_in_the_folder_have_equal_logits(tmp_path: Path, kind: str) -> None:
+    folder, run, back = tmp_path / "model", tmp_path / "run", tmp_path / "back"
+    make(folder, *KINDS[kind], save_original_format=False)
+    assert main(["import", str(folder), str(run)]) == 0
+    assert main(["export", str(run), str(back)]) == 0
     with torch.no_grad():
         assert torch.equal(opened(folder)(TOKENS).logits, opened(back)(TOKENS).logits)
 
