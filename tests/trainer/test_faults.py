@@ -14,6 +14,7 @@ from tests.trainer.support.faults import DP, FAULTS, GROUPS, PP, TP, Fault
 from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.holder_faults import HOLDER_FAULTS
 from tests.trainer.support.lease_faults import LEASE_FAULTS
+from tests.trainer.support.moe_faults import EXPERTS, MOE_FAULTS
 from tests.trainer.support.nest_faults import DP4, NEST_FAULTS
 from tests.trainer.support.parity import (
     LOSSES_WITHIN,
@@ -47,6 +48,7 @@ ALL_FAULTS = [
     *NEST_FAULTS,
     *RECOMPUTE_FAULTS,
     *VOID_FAULTS,
+    *MOE_FAULTS,
 ]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
@@ -218,6 +220,13 @@ def test_a_mask_a_layer_passes(
 )
 def test_without_a_fault_experts_pass(layout: str) -> None:
     compare_experts(ParallelLayout.parse(layout))
+
+
+@pytest.mark.parametrize("layout", [None, TP], ids=str)
+@pytest.mark.parametrize("more", [{}, {"router_score": "sigmoid", "router_norm_topk": False, "moe_every": 2}])
+@pytest.mark.parametrize("cuts_tokens", [False, True])
+def test_without_a_fault_mixtures_pass(layout: ParallelLayout | None, more: dict[str, Any], cuts_tokens: bool) -> None:
+    compare(Fault("none", layout, lambda patch: None, model=EXPERTS | more, cuts_tokens=cuts_tokens))
 
 
 def test_faults_have_names_of_their_own() -> None:

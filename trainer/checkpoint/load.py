@@ -16,7 +16,8 @@ from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 
 # of the model's configuration
-UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "head_size", "norm", "position", "activation")
+ROUTING = ("experts_per_token", "router_score", "router_norm_topk", "router_scale")
+UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "head_size", "norm", "position", "activation", *ROUTING)
 
 
 @contextmanager

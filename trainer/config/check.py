@@ -11,6 +11,7 @@ from trainer.config import Config, OptimConfig
 from trainer.config.resolve import (
     cuts_tokens,
     gathers_keys,
+    has_experts,
     layer_windows,
     layers_by_hand,
     longest_row,
@@ -25,6 +26,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
     """Return every fault that several fields make together; empty for a run that can start on `world_size` ranks."""
     return [
         *model_faults(config),
+        *expert_faults(config),
         *cut_faults(config),
         *context_faults(config),
         *stage_faults(config),
@@ -68,11 +70,29 @@ def model_faults(config: Config) -> Iterator[Fault]:
         yield {"model.num_heads", "model.num_kv_heads"}, text
 
 
+def expert_faults(config: Config) -> Iterator[Fault]:
+    """Yield faults in the experts' numbers."""
+    model = config.model
+    if not model.num_experts:
+        return
+    if model.experts_per_token > model.num_experts:
+        text = f"model.experts_per_token {model.experts_per_token} is more than model.num_experts {model.num_experts}: "
+        text += f"--model.experts-per-token {model.num_experts}"
+        yield {"model.experts_per_token", "model.num_experts"}, text
+    if not any(has_experts(model, layer) for layer in range(model.num_layers)):
+        names = {"model.num_experts", "model.num_layers", "model.first_dense_layers", "model.moe_every"}
+        text = f"model.num_experts {model.num_experts} and none of model.num_layers {model.num_layers} has experts: "
+        text += "--model.first-dense-layers 0 --model.moe-every 1"
+        yield names, text
+
+
 def cut_faults(config: Config) -> Iterator[Fault]:
     """Yield faults in the model's cut by tp."""
     model, parallel = config.model, config.parallel
     tp, heads, kv_heads = parallel.tp, model.num_heads, model.num_kv_heads or model.num_heads
     sizes = {"model.num_heads": heads, "model.ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size}
+    if model.num_experts:
+        sizes["model.expert_ffn_hidden_size"] = model.expert_ffn_hidden_size or sizes["model.ffn_hidden_size"]
     for name, size in sizes.items():
         if size % tp:
             yield {name, "parallel.tp"}, f"{name} {size} is not a multiple of parallel.tp {tp}"

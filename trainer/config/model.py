@@ -7,6 +7,7 @@ from threefold.needs import GIVEN
 from threefold.options import option
 
 ROPE, LLAMA3 = {"position": "rope"}, {"rope_scaling": "llama3"}
+EXPERTS = {"num_experts": GIVEN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,27 @@ class ModelConfig:
         keeps_bits=True,
     )
     activation: Literal["swiglu", "gelu"] = option("swiglu", "the MLP's nonlinearity")
+    num_experts: int = option(
+        0,
+        "MLPs in place of a layer's one: a router picks experts_per_token of them for each token; 0 means one MLP",
+        minimum=0,
+        flags=["--num-experts"],
+        needs={"activation": "swiglu", "bias": False},
+    )
+    experts_per_token: int = option(2, "experts that a token goes to", minimum=1, needs=EXPERTS)
+    expert_ffn_hidden_size: int = option(0, "width inside an expert; 0 means ffn_hidden_size", minimum=0, needs=EXPERTS)
+    num_shared_experts: int = option(
+        0, "experts that each token goes to beside, as one MLP of their width together", minimum=0, needs=EXPERTS
+    )
+    first_dense_layers: int = option(0, "first layers that have one MLP all the same", minimum=0, needs=EXPERTS)
+    moe_every: int = option(1, "layers N, 2N, ... have experts, the others one MLP", minimum=1, needs=EXPERTS)
+    router_score: Literal["softmax", "sigmoid"] = option(
+        "softmax", "score of an expert for a token: its share among all experts, or one by itself", needs=EXPERTS
+    )
+    router_norm_topk: bool = option(
+        True, "divide the scores of a token's experts by their sum to weigh what these return", needs=EXPERTS
+    )
+    router_scale: float = option(1.0, "factor of these weights", above=0, needs=EXPERTS)
     bias: bool = option(False, "biases in linear layers and norms")
     qkv_bias: bool = option(False, "biases of queries, keys and values alone", needs={"bias": False})
     qk_norm: bool = option(False, "normalise queries and keys of each head")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ckptkit import ParallelLayout, Retention, Tiers, parse_tiers
-from trainer.config import Config
+from trainer.config import Config, ModelConfig
 from trainer.config.checkpoint import SAVE_INTERVAL_S
 
 
@@ -12,6 +12,7 @@ def resolve(config: Config, world_size: int) -> Config:
     model, parallel, train, save = config.model, config.parallel, config.train, config.checkpoint
     dp = parallel.dp or world_size // ranks_a_sample(config)
     left_open = 0.0 if save.save_interval else SAVE_INTERVAL_S
+    ffn_size = model.ffn_hidden_size or 4 * model.hidden_size
     interval_s = left_open if save.save_interval_s < 0 else save.save_interval_s
     return replace(
         config,
@@ -19,7 +20,8 @@ def resolve(config: Config, world_size: int) -> Config:
             model,
             num_kv_heads=model.num_kv_heads or model.num_heads,
             head_size=model.head_size or model.hidden_size // model.num_heads,
-            ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+            ffn_hidden_size=ffn_size,
+            expert_ffn_hidden_size=(model.expert_ffn_hidden_size or ffn_size) if model.num_experts else 0,
         ),
         parallel=replace(parallel, dp=dp, dp_shard=parallel.dp_shard % dp),  # that dp itself is all of it too
         checkpoint=replace(save, save_interval_s=interval_s if save.save else 0.0),
@@ -107,6 +109,11 @@ def layer_windows(config: Config) -> tuple[int | None, ...]:
     window = model.window if 0 < model.window < longest_row(config) else None
     numbers, every = range(1, model.num_layers + 1), model.window_every
     return tuple(None if every and number % every == 0 else window for number in numbers)
+
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Return whether a layer of the model has experts; with moe_every 2 layers 1, 3, ... may, counted from 0."""
+    return model.num_experts > 0 and layer >= model.first_dense_layers and (layer + 1) % model.moe_every == 0
 
 
 def cuts_tokens(config: Config) -> bool:

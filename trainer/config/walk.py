@@ -117,9 +117,8 @@ def refuse_beyond(model: Any, source: str) -> None:
     """Raise UserError if an imported model has parts that the trainer cannot train."""
     if not isinstance(model, Mapping):
         return
-    experts, beyond = model.get("num_experts"), model.get("beyond", ())
-    parts = [f"{experts} experts"] if experts else []
-    parts += map(str, beyond if isinstance(beyond, list | tuple) else [beyond])
+    beyond = model.get("beyond", ())
+    parts = list(map(str, beyond if isinstance(beyond, list | tuple) else [beyond]))
     if parts:
         text = f"{source}: the model has what the trainer cannot train yet: {', '.join(parts)}"
         raise UserError(text, hint="take a model without; ckptkit imports, reshards and exports this one")

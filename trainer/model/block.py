@@ -3,50 +3,30 @@
 Letters of shapes in this folder: S tokens of a micro-batch (of those, what cp leaves
 this rank), T those of them that this rank has between cut linears
 (all, unless sequence parallel cuts them), D hidden size, N query heads and K key-value heads of this rank, H head size,
-C = (N + 2 K) H, F feed-forward size of this rank, V vocabulary rows of this rank.
+C = (N + 2 K) H, F feed-forward size of this rank, V vocabulary rows of this rank, E experts, K of a token also
+its experts, R = S K rows of tokens, one for each expert that one goes to.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
 from trainer.config import ModelConfig
+from trainer.config.resolve import has_experts
 from trainer.model.attention import Attention
 from trainer.model.microbatch import MicroBatch
+from trainer.model.mlp import MLP
+from trainer.model.moe import MoE
 from trainer.model.norm import Norm
 from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import Outer, Recompute, Region
-from trainer.ops.activation import ACTIVATIONS, SWIGLU
 from trainer.parallel.context import ContextParallel
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 from trainer.store.unit import Border, Unit
 
 SITE_ATTENTION, SITE_MLP = 0, 1  # the dropouts of a block; the embedding counts as a layer after the last
-
-
-class MLP:
-    """gate and up as one product, the nonlinearity, down: SwiGLU (Shazeer, 2020), or without a gate GELU.
-
-    Kept for the backward: x and the packed gate|up, [S, 2 F], of which the backward makes down's input again.
-    """
-
-    def __init__(self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, choices: OpChoices) -> None:
-        self.tensor, self.activation, self.choices = tensor, ACTIVATIONS[model.activation], choices
-        names = ("gate", "up") if self.activation is SWIGLU else ("up",)
-        self.up = unit.weight(*(f"{prefix}.{name}.weight" for name in names))
-        self.up_bias = unit.weight_if_any(*(f"{prefix}.{name}.bias" for name in names))
-        self.down = unit.weight(f"{prefix}.down.weight")
-        self.down_bias = unit.weight_if_any(f"{prefix}.down.bias")
-
-    def widen(self, x_TD: Tensor) -> Tensor:
-        """Return the packed gate|up, or up."""
-        return self.tensor.column_linear(x_TD, [(self.up, self.up_bias)])
-
-    def narrow(self, packed_SC: Tensor) -> Tensor:
-        """Return the output for them."""
-        activation = self.activation.in_form(self.choices.forms.activation)
-        return self.tensor.row_linear(packed_SC, self.down, self.down_bias, activation)
 
 
 class Block:
@@ -71,7 +51,8 @@ class Block:
         self.norm1 = Norm(model, first, f"{prefix}.norm1", choices, Border(before, first))
         self.attention = Attention(model, first, f"{prefix}.attn", tensor, context, choices, choices.windows[number])
         self.norm2 = Norm(model, self.unit, f"{prefix}.norm2", choices, Border(first, self.unit))
-        self.mlp = MLP(model, self.unit, f"{prefix}.mlp", tensor, choices)
+        kind = MoE if has_experts(model, number) else MLP
+        self.mlp = kind(model, self.unit, f"{prefix}.mlp", tensor, choices)
 
     def __call__(self, x_TD: Tensor, branch_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the branch that is yet to be added to it, as it takes them.
@@ -83,30 +64,38 @@ class Block:
             spared = kept if self.recompute.keeps_attention else None
             region = Region(self.norm1, partial(self._up_to_down, batch=batch, spared=spared), kept)
             return region.run(x_TD, branch_TD, partial(self._from_down, batch=batch))
-        attend = partial(self.attention.attend, batch=batch)
+
+        def attend(h_TD: Tensor) -> tuple[Tensor]:
+            return (self.attention.attend(h_TD, batch),)
+
         x_TD, branch_TD = self._half("attention", attend, self.attention.project, x_TD, branch_TD)
         branch_TD = batch.drop(branch_TD, layer=self.number, site=SITE_ATTENTION)
         return self._half("mlp", self.mlp.widen, partial(self._from_down, batch=batch), x_TD, branch_TD)
 
     def _half(
-        self, module: str, inner: Outer, outer: Outer, x_TD: Tensor, branch_TD: Tensor | None
+        self,
+        module: str,
+        inner: Callable[[Tensor], tuple[Tensor, ...]],
+        outer: Outer,
+        x_TD: Tensor,
+        branch_TD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the stream and the branch of attention or the MLP: outer(inner(the norm of the stream))."""
         norm = self.norm1 if module == "attention" else self.norm2
         if module in self.recompute.modules:
-            return Region(norm, lambda h_TD, x_TD: (x_TD, inner(h_TD))).run(x_TD, branch_TD, outer)
+            return Region(norm, lambda h_TD, x_TD: (x_TD, *inner(h_TD))).run(x_TD, branch_TD, outer)
         if self.recompute.modules:
-            return Region(norm, lambda h_TD, x_TD: (x_TD, h_TD)).run(x_TD, branch_TD, lambda h_TD: outer(inner(h_TD)))
+            return Region(norm, lambda h_TD, x_TD: (x_TD, h_TD)).run(x_TD, branch_TD, lambda h_TD: outer(*inner(h_TD)))
         h_TD, x_TD = norm(x_TD, branch_TD)
-        return x_TD, outer(inner(h_TD))
+        return x_TD, outer(*inner(h_TD))
 
     def _up_to_down(
         self, h_TD: Tensor, x_TD: Tensor, *, batch: MicroBatch, spared: list[Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return the stream after attention, and what the MLP's last linear reads, from the first norm and its sum."""
         branch_TD = self.attention.project(self.attention.attend(h_TD, batch, spared))
         h_TD, x_TD = self.norm2(x_TD, batch.drop(branch_TD, layer=self.number, site=SITE_ATTENTION))
-        return x_TD, self.mlp.widen(h_TD)
+        return x_TD, *self.mlp.widen(h_TD)
 
-    def _from_down(self, packed_SC: Tensor, *, batch: MicroBatch) -> Tensor:
-        return batch.drop(self.mlp.narrow(packed_SC), layer=self.number, site=SITE_MLP)
+    def _from_down(self, *widened: Tensor, batch: MicroBatch) -> Tensor:
+        return batch.drop(self.mlp.narrow(*widened), layer=self.number, site=SITE_MLP)

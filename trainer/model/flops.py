@@ -1,6 +1,7 @@
 """How much arithmetic a token costs, by layer and by document.
 
-A token costs 6N + 12LdS operations forward and backward: 6 for each parameter of a matrix product, and 12 * layers *
+A token costs 6N + 12LdS operations forward and backward: 6 for each parameter of a matrix product that it goes through,
+of experts those of its own alone, and 12 * layers *
 num_heads * head_size * keys for attention in full, where a row has as many keys as tokens; a causal mask needs half of
 the latter. Documents and windows leave fewer keys: pairs of a query and a key that it sees count twice, as in full.
 """
@@ -47,10 +48,19 @@ class TokenFlops:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """All parameters, and those that are only looked up (token table unless tied, position table)."""
+    """All parameters, those that are only looked up (token table unless tied, position table), and `idle` ones.
+
+    These are of experts that a token does not go to.
+    """
 
     total: int
     looked_up: int
+    idle: int = 0
+
+    @property
+    def active(self) -> int:
+        """Return those that a token goes through, or looks up in."""
+        return self.total - self.idle
 
 
 class BatchFlops:
@@ -77,14 +87,21 @@ def count_parameters(config: Config, table: Mapping[str, Parameter]) -> Paramete
     """Count the parameters of a resolved configuration's model, tied tables once."""
     sizes = {name: math.prod(row.shape) for name, row in table.items() if not row.placement.tied_to}
     looked_up = ["pos.weight"] if config.model.tie_embeddings else ["pos.weight", "embed.weight"]
-    return ParameterCount(sum(sizes.values()), sum(sizes.get(name, 0) for name in looked_up))
+    idle = sum(size - active_size(config, name, size) for name, size in sizes.items())
+    return ParameterCount(sum(sizes.values()), sum(sizes.get(name, 0) for name in looked_up), idle)
+
+
+def active_size(config: Config, name: str, size: int) -> int:
+    """Return how many of a parameter's elements a token goes through: of experts those of its own."""
+    model = config.model
+    return size * model.experts_per_token // model.num_experts if ".experts." in name else size
 
 
 def token_flops(config: Config, table: Mapping[str, Parameter], seq_length: int) -> TokenFlops:
     """Return the operations a token of a resolved configuration's model, in rows of so many tokens."""
     count = count_parameters(config, table)
     attention = attention_flops(config, np.array([seq_length]))
-    return TokenFlops(6.0 * (count.total - count.looked_up), 6.0 * count.looked_up, attention)
+    return TokenFlops(6.0 * (count.active - count.looked_up), 6.0 * count.looked_up, attention)
 
 
 def attention_flops(config: Config, lengths: Int64s) -> float:
@@ -111,7 +128,11 @@ def seen_pairs(lengths: Int64s, window: int | None) -> Int64s:
 
 def layers_and_head_flops(config: Config, table: Mapping[str, Parameter]) -> tuple[list[float], float]:
     """Return the operations a token of each layer and of the head, in rows as long as the longest."""
-    numel = sum(math.prod(row.shape) for name, row in table.items() if name.startswith("layers.0."))
+    sizes: Counter[str] = Counter()
+    for name, row in table.items():
+        if name.startswith("layers."):
+            sizes[name.split(".")[1]] += active_size(config, name, math.prod(row.shape))
     length = np.array([longest_row(config)])
-    layers = [6.0 * numel + layer_attention(config, length, window) for window in layer_windows(config)]
+    windows = enumerate(layer_windows(config))
+    layers = [6.0 * sizes[f"{number}"] + layer_attention(config, length, window) for number, window in windows]
     return layers, 6.0 * math.prod(table["head.weight"].shape)

@@ -17,6 +17,8 @@ from trainer.ops.attention.seam import Backend, Mask
 from trainer.ops.forms import package
 from trainer.parallel.context import ContextParallel
 
+ALIGNED = 8  # elements of bf16 that rows of a grouped product begin at a multiple of: 16 bytes
+
 
 @dataclass(slots=True)
 class OpChoices:
@@ -53,8 +55,26 @@ def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpCh
             if mesh.device.type != "cuda":
                 raise UserError(f"ops.{op} apex runs on CUDA, not on {mesh.device}", hint=f"--ops.{op} csrc")
             package(module)
+    if config.model.num_experts and mesh.device.type == "cuda":
+        check_experts(config, mesh, dtype)
     attention = choose_attention(config, mesh, dtype, {}, by_timing=False)
     return OpChoices(attention, forms, layer_windows(config))
+
+
+def check_experts(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> None:
+    """Raise UserError if torch's grouped products do not take experts of this size; warn once if not this dtype."""
+    if dtype != torch.bfloat16:
+        if mesh.world.index == 0:
+            text = f"products of experts are a loop on {mesh.device} for which the host waits: torch groups bf16 alone"
+            warnings.warn(text, stacklevel=2)
+        return
+    tp = mesh.layout.tp
+    for name, parts in (("expert_ffn_hidden_size", tp), ("hidden_size", 1)):
+        size = getattr(config.model, name)
+        if size // parts % ALIGNED:
+            fits = -(-size // (ALIGNED * parts)) * ALIGNED * parts
+            text = f"model.{name} {size}: grouped products of bf16 take a multiple of {ALIGNED * parts}"
+            raise UserError(text, hint=f"--model.{name.replace('_', '-')} {fits}")
 
 
 def choose_attention(

@@ -7,7 +7,7 @@ the backward does not read: the linear's own is outside. Nothing random is kept,
 token's place. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer.config import TrainConfig
 from trainer.model.norm import Norm
 
-Inner = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from a norm and the stream: the stream, a linear's input
-Outer = Callable[[Tensor], Tensor]  # a linear, and what follows it
+# from a norm and the stream: the stream, a linear's input, and what else the linear reads
+Inner = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+Outer = Callable[..., Tensor]  # a linear, and what follows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +59,32 @@ class Region:
 
     def run(self, x_TD: Tensor, branch_TD: Tensor | None, outer: Outer) -> tuple[Tensor, Tensor]:
         """Return the stream, and what `outer` makes of the linear's input, which is made again in the backward."""
-        x_TD, read = _MadeAgain.apply(x_TD, branch_TD, self)
-        with _kept_as_node(read):
-            return x_TD, outer(read)
+        x_TD, *reads = _MadeAgain.apply(x_TD, branch_TD, self)
+        with _kept_as_node(reads):
+            return x_TD, outer(*reads)
 
 
 @contextmanager
-def _kept_as_node(read: Tensor) -> Iterator[None]:
-    """Let what saves this tensor inside keep the node of the graph that makes it again."""
-    node, place = read.grad_fn, (read.data_ptr(), read.shape)
+def _kept_as_node(reads: Sequence[Tensor]) -> Iterator[None]:
+    """Let what saves one of these tensors inside keep the node of the graph that makes them again."""
+    node = reads[0].grad_fn
+    numbers = {(read.data_ptr(), read.shape): number for number, read in enumerate(reads)}
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        return partial(_read, node) if (saved.data_ptr(), saved.shape) == place else saved
+        number = numbers.get((saved.data_ptr(), saved.shape))
+        return saved if number is None else partial(_read, node, number)
 
     with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, Tensor) else packed()):
         yield
 
 
-def _read(node: Any) -> Tensor:
-    """Return the linear's input."""
-    _, (_, read) = _made(node)
-    return read.detach()
+def _read(node: Any, number: int) -> Tensor:
+    """Return the linear's input, number 0, or another of what it reads."""
+    _, (_, *reads) = _made(node)
+    return reads[number].detach()
 
 
-def _made(node: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _made(node: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the stream that a region begins with and what the region made of it, which runs if it has not yet."""
     if node.made is None:
         region: Region = node.region
@@ -95,11 +98,12 @@ def _made(node: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 class _MadeAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, branch_TD: Tensor | None, region: Region) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_TD: Tensor, branch_TD: Tensor | None, region: Region) -> tuple[Tensor, ...]:
         h_TD, x_TD = region.norm(x_TD, branch_TD)
         outputs = region.inner(h_TD, x_TD)
         ctx.save_for_backward(x_TD, *region.results)
         region.results.clear()
+        ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
         ctx.region, ctx.made = region, None
         return outputs
 
@@ -108,5 +112,8 @@ class _MadeAgain(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, outputs = _made(ctx)
         ctx.made = None
-        (dx_TD,) = torch.autograd.grad(outputs, (x_TD,), gradients)
+        read_by = [number for number, out in enumerate(outputs) if out.requires_grad]
+        (dx_TD,) = torch.autograd.grad(
+            [outputs[number] for number in read_by], (x_TD,), [gradients[number] for number in read_by]
+        )
         return dx_TD, dx_TD if ctx.needs_input_grad[1] else None, None

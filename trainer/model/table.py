@@ -14,7 +14,7 @@ from ckptkit import Coords, Cut, ParallelLayout, Placement
 from threefold.errors import UserError
 from trainer.config import Config, ModelConfig
 from trainer.config.optim import GroupConfig
-from trainer.config.resolve import cuts_tokens
+from trainer.config.resolve import cuts_tokens, has_experts
 from trainer.mesh.layout import holders
 from trainer.model.stages import is_on_rank, stage_ranges
 from trainer.store.parameter import Parameter
@@ -85,8 +85,6 @@ def _layer_rows(model: ModelConfig, layer: int) -> dict[str, Parameter]:
     std = model.init_std
     std_out = std / math.sqrt(2 * model.num_layers)  # of what adds to the residual stream (GPT-2)
     attention = {"attn.q": (q, column), "attn.k": (kv, kv_heads), "attn.v": (kv, kv_heads)}
-    mlp = {"mlp.gate": (ffn, hidden)} if model.activation == "swiglu" else {}
-    mlp["mlp.up"] = (ffn, hidden)
     rows = _norm_rows(model, "norm1", hidden, whole)
     for name, (size, cut) in attention.items():
         rows |= _linear_rows(model, name, (size, hidden), cut, cut, std)
@@ -98,9 +96,34 @@ def _layer_rows(model: ModelConfig, layer: int) -> dict[str, Parameter]:
             rows |= {key: replace(each, is_partial=True) for key, each in norm.items()}
     rows |= _linear_rows(model, "attn.out", (hidden, q), row, whole, std_out)
     rows |= _norm_rows(model, "norm2", hidden, whole)
-    for name, shape in mlp.items():
-        rows |= _linear_rows(model, name, shape, column, column, std)
-    return rows | _linear_rows(model, "mlp.down", (hidden, ffn), row, whole, std_out)
+    if has_experts(model, layer):
+        return rows | _expert_rows(model, layer, std, std_out)
+    return rows | _mlp_rows(model, "mlp", layer, ffn, std, std_out)
+
+
+def _expert_rows(model: ModelConfig, layer: int, std: float, std_out: float) -> dict[str, Parameter]:
+    """Return the router, the experts one below the other, which ep cuts by number and tp as an MLP, and shared ones."""
+    num_experts, hidden, ffn = model.num_experts, model.hidden_size, model.expert_ffn_hidden_size
+    rows = {"mlp.router.weight": Parameter((num_experts, hidden), Placement(layer), std, decay=1.0)}
+    for name, shape, dim, deviation in (
+        ("gate", (ffn, hidden), 1, std),
+        ("up", (ffn, hidden), 1, std),
+        ("down", (hidden, ffn), 2, std_out),
+    ):
+        placement = Placement(layer, (Cut(0, "ep"), Cut(dim)))
+        rows[f"mlp.experts.{name}.weight"] = Parameter((num_experts, *shape), placement, deviation, decay=1.0)
+    if model.num_shared_experts:
+        rows |= _mlp_rows(model, "mlp.shared", layer, model.num_shared_experts * ffn, std, std_out)
+    return rows
+
+
+def _mlp_rows(model: ModelConfig, name: str, layer: int, ffn: int, std: float, std_out: float) -> dict[str, Parameter]:
+    hidden, whole = model.hidden_size, Placement(layer)
+    column, row = (Placement(layer, (Cut(dim),)) for dim in (0, 1))
+    rows = dict[str, Parameter]()
+    for part in ("gate", "up") if model.activation == "swiglu" else ("up",):
+        rows |= _linear_rows(model, f"{name}.{part}", (ffn, hidden), column, column, std)
+    return rows | _linear_rows(model, f"{name}.down", (hidden, ffn), row, whole, std_out)
 
 
 def _linear_rows(
@@ -153,7 +176,8 @@ def _unit(name: str) -> str:
 def fused_names(model: ModelConfig, layout: ParallelLayout, prefix: str) -> Iterator[tuple[str, ...]]:
     """Yield the parameters of a layer that are one matrix for the arithmetic: they need equal holders."""
     attention = [("q", "k", "v")] if layout.tp <= model.num_kv_heads else [("k", "v")]
-    for part, groups in (("attn", attention), ("mlp", [("gate", "up")])):
+    mlps = ((part, [("gate", "up")]) for part in ("mlp", "mlp.experts", "mlp.shared"))
+    for part, groups in (("attn", attention), *mlps):
         for names in groups:
             for kind in ("weight", "bias"):
                 yield tuple(f"{prefix}.{part}.{name}.{kind}" for name in names)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit import rank_stages
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, gathers_keys, layout_of, longest_row, schedule_of
+from trainer.config.resolve import cuts_tokens, gathers_keys, has_experts, layout_of, longest_row, schedule_of
 from trainer.engine import DTYPES
 from trainer.model.recompute import Recompute
 from trainer.model.stages import stage_ranges
@@ -48,11 +48,10 @@ def activation_bytes(config: Config, pp: int) -> int:
     """
     parallel, train, layout = config.parallel, config.train, layout_of(config)
     sizes = Sizes.of(config)
-    ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
-    num_layers = max(len(ranges[stage]) for stage in rank_stages(layout, pp))
     row = rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, parallel.virtual_stages, pp)
-    until_b = sizes.turns + sum(sizes.layer(Recompute.of_layer(train, place)) for place in range(num_layers))
-    num_bytes = peak_live(row, until_b, num_layers * sizes.layer_until_w)
+    layers = stage_layers_of(config, pp)
+    until_b = sizes.turns + max(sum(each.layer(again) for each, again in stage) for stage in layers)
+    num_bytes = peak_live(row, until_b, max(sum(each.layer_until_w for each, _ in stage) for stage in layers))
     num_bytes += sizes.stream * (pp == 0 and any(action.kind == "W" for action in row))  # the embedding's gradient
     if pp == parallel.pp - 1:
         in_flight = peak_live([action for action in row if action.stage == layout.num_stages - 1])
@@ -60,14 +59,29 @@ def activation_bytes(config: Config, pp: int) -> int:
     return num_bytes
 
 
+def stage_layers_of(config: Config, pp: int) -> "list[list[tuple[Sizes, Recompute]]]":
+    """Return the sizes of each layer of each stage of a rank, and what of it is made again."""
+    layout, of_kind = layout_of(config), {kind: Sizes.of(config, experts=kind) for kind in (False, True)}
+    ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
+    return [
+        [
+            (of_kind[has_experts(config.model, number)], Recompute.of_layer(config.train, place))
+            for place, number in enumerate(ranges[stage])
+        ]
+        for stage in rank_stages(layout, pp)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of the activations of one micro-batch on one rank.
+    """Bytes of the activations of one micro-batch on one rank, in a layer with experts or in another.
 
     `stream` is one as wide as the residual stream, of this rank's tokens if they are cut; `whole_stream` of all tokens.
     `numbers` is what a norm keeps beside its input, `queries` those of its heads, `heads` these with keys and values,
     `qkv` all between the first norm and attention, `result` that of attention with its lse, `moved` what an exchange
-    makes of it, `packed` what the nonlinearity reads, `product` what it makes, `turns` the angles.
+    makes of it, `packed` what the nonlinearity reads, `product` what it makes, `turns` the angles. With experts
+    `routes` are scores, rows' numbers and weights, `rows` is as wide as the stream with a row for each expert of a
+    token.
     """
 
     stream: int
@@ -83,9 +97,11 @@ class Sizes:
     turns: int
     logits: int
     layer_until_w: int
+    routes: int = 0
+    rows: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> "Sizes":
+    def of(cls, config: Config, *, experts: bool = False) -> "Sizes":
         """Return those of the longest rows."""
         model, train, tp, cp = config.model, config.train, config.parallel.tp, config.parallel.cp
         dtype = DTYPES[train.precision]
@@ -100,9 +116,13 @@ class Sizes:
         if model.qk_norm:
             qkv += queries + keys * (2 if trades else 1)
             qkv += (num_heads + num_kv_heads) * num_tokens * count * wide * (count == 2)
-        stream, product = model.hidden_size * num_own * itemsize, model.ffn_hidden_size // tp * num_tokens * itemsize
+        stream, whole_stream = (model.hidden_size * number * itemsize for number in (num_own, num_tokens))
+        ffn_size, num_rows = model.ffn_hidden_size, 0
+        if experts:  # of all experts of a token together
+            num_rows = num_tokens * model.experts_per_token
+            ffn_size = model.expert_ffn_hidden_size * (model.experts_per_token + model.num_shared_experts)
+        product = ffn_size // tp * num_tokens * itemsize
         packed = product * (2 if model.activation == "swiglu" else 1)
-        whole_stream = model.hidden_size * num_tokens * itemsize
         # inputs and output gradients of the linears; the gradients of biases that are added after a sum
         until_w = 4 * whole_stream + 2 * queries + 2 * keys + packed + product
         until_w += 2 * stream * (model.bias and cuts_tokens(config))
@@ -119,6 +139,8 @@ class Sizes:
             turns=model.head_size * num_tokens * wide if model.position == "rope" else 0,
             logits=model.vocab_size // tp * num_tokens * itemsize,
             layer_until_w=until_w,
+            routes=num_rows * (8 + wide) + num_own * 2 * model.num_experts * wide if experts else 0,
+            rows=num_rows * model.hidden_size * itemsize,
         )  # fmt: skip
 
     def head_of(self, config: Config) -> int:
@@ -136,8 +158,8 @@ class Sizes:
 
     def layer(self, again: Recompute) -> int:
         """Return what a layer keeps until its backward."""
-        if again.is_full:
-            return self.stream + self.result * again.keeps_attention
+        if again.is_full:  # with the weights of rows
+            return self.stream + self.result * again.keeps_attention + self.routes
         norm = self.stream if again.modules else 2 * self.stream + self.numbers
         attention = 0 if "attention" in again.modules else self.qkv + self.result + self.moved
-        return 2 * norm + attention + (0 if "mlp" in again.modules else self.packed)
+        return 2 * norm + attention + self.routes + (0 if "mlp" in again.modules else self.packed)

@@ -8,7 +8,7 @@ from ckptkit import Retention, Tiers
 from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
-from trainer.config.resolve import cuts_tokens, layer_windows, layout_of, longest_row, row_lengths
+from trainer.config.resolve import cuts_tokens, has_experts, layer_windows, layout_of, longest_row, row_lengths
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
@@ -18,7 +18,8 @@ from trainer.run.queues import queues_text
 def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:
     """Return the facts of a run, a name and a text each."""
     model, parallel, train = config.model, config.parallel, config.train
-    num_parameters = count_parameters(config, parameter_table(config)).total
+    count = count_parameters(config, parameter_table(config))
+    active = f" ({count.active:,} of a token)" if count.idle else ""
     heads = f"{model.num_heads} heads"
     if model.num_kv_heads != model.num_heads:
         heads += f" ({model.num_kv_heads} of keys and values)"
@@ -38,9 +39,10 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ("trainer", __version__),
         (
             "model",
-            f"{num_parameters:,} parameters: {model.num_layers} layers of {model.hidden_size}, {heads}, "
+            f"{count.total:,} parameters{active}: {model.num_layers} layers of {model.hidden_size}, {heads}, "
             f"{model.activation} of {model.ffn_hidden_size}, {model.position} positions, {model.vocab_size:,} tokens",
         ),
+        *(("experts", text) for text in experts_text(config)),
         *(("windows", text) for text in windows_text(config)),
         (
             "layout",
@@ -74,6 +76,18 @@ def zero_text(config: Config) -> str:
     if shard == parallel.cp == 1:
         return f"{text} (cuts what stage 1 does: dp_shard is 1)"
     return f"{text} in {parallel.dp // shard} groups of {shard} along dp" if shard else text
+
+
+def experts_text(config: Config) -> Iterator[str]:
+    """Yield which layers have experts, if any have."""
+    model = config.model
+    num_layers = sum(has_experts(model, layer) for layer in range(model.num_layers))
+    if num_layers:
+        shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
+        yield (
+            f"{model.num_experts} of {model.expert_ffn_hidden_size} in {num_layers} layers, "
+            f"{model.experts_per_token}{shared} for a token"
+        )
 
 
 def windows_text(config: Config) -> Iterator[str]:

@@ -7,15 +7,12 @@ Kernels of attention on GPUs sum gradients in the wide dtype. Source: Dao, "Flas
 
 from itertools import accumulate
 
-from ckptkit import rank_stages
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, gathers_keys, layout_of
+from trainer.config.resolve import cuts_tokens, gathers_keys
 from trainer.engine import DTYPES
 from trainer.model.recompute import Recompute
-from trainer.model.stages import stage_ranges
-from trainer.model.table import parameter_table
 from trainer.ops.dtypes import wide_dtype
-from trainer.run.activations import Sizes
+from trainer.run.activations import Sizes, stage_layers_of
 
 
 def temporary_bytes(config: Config, pp: int) -> int:
@@ -23,13 +20,13 @@ def temporary_bytes(config: Config, pp: int) -> int:
 
     Layers above the one whose pass runs, and the head, keep nothing then.
     """
-    parallel, layout, sizes = config.parallel, layout_of(config), Sizes.of(config)
-    ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
-    num_layers = max(len(ranges[stage]) for stage in rank_stages(layout, pp))
-    choices = [Recompute.of_layer(config.train, place) for place in range(num_layers)]
-    *above, all_layers = [0, *accumulate(sizes.layer(again) for again in reversed(choices))]
+    parallel, sizes = config.parallel, Sizes.of(config)
+    layers = max(stage_layers_of(config, pp), key=len)
+    *above, all_layers = [0, *accumulate(each.layer(again) for each, again in reversed(layers))]
     head = sizes.head_of(config) if pp == parallel.pp - 1 else 0
-    at_layers = [layer_bytes(config, sizes, again) - kept for again, kept in zip(choices, above[::-1], strict=True)]
+    at_layers = [
+        layer_bytes(config, each, again) - kept for (each, again), kept in zip(layers, above[::-1], strict=True)
+    ]
     at_ends = [head_bytes(config, sizes)] * (head > 0) + [embedding_bytes(config, sizes) - all_layers - head] * (
         pp == 0
     )
@@ -64,6 +61,10 @@ def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:
     made_layer = made_mlp + (made_attention + norm + stream if again.is_full else 0)
     narrow = stream + sizes.product + travels + made_layer
     widen = stream + whole + 2 * travels + made_layer
+    if sizes.rows:  # rows of experts, and gradients of what their nonlinearity reads, which have memory of their own
+        forward += sizes.rows
+        narrow += sizes.rows + sizes.packed + sizes.product
+        widen += 2 * sizes.rows + sizes.packed
     # attention's backward, while a layer that is made again as a whole has gate and up still
     freed = 0 if again.is_full else norm + sizes.packed * (not makes_mlp)
     kernel = sizes.queries + sizes.heads + sizes.sums_of(config)  # the gradients of its result, q, k and v

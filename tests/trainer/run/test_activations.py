@@ -25,6 +25,7 @@ MODELS = {
     "llama": {"num_kv_heads": 2},
     "qwen": {"num_kv_heads": 1, "qk_norm": True},
     "gpt2": {"activation": "gelu", "norm": "layernorm", "bias": True, "position": "learned", "tie_embeddings": True},
+    "experts": {"num_experts": 8, "expert_ffn_hidden_size": 96, "num_shared_experts": 1, "first_dense_layers": 1},
 }
 
 

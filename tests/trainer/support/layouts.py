@@ -1,6 +1,7 @@
 """Random runs: a tiny model with any options on any layout that fits it."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -46,6 +47,21 @@ def numbers_of_kv_heads(layout: ParallelLayout) -> list[int]:
 
 
 @st.composite
+def mixtures(draw: st.DrawFn, layout: ParallelLayout, num_layers: int) -> dict[str, Any]:
+    """What makes a model one with experts, some of which may have no token."""
+    num_experts = draw(st.integers(1, 9))
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": draw(st.integers(1, num_experts)),
+        "expert_ffn_hidden_size": layout.tp * draw(st.integers(1, 3)),
+        "num_shared_experts": draw(st.integers(0, 2)),
+        "first_dense_layers": draw(st.integers(0, num_layers - 1)),
+        "router_score": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "router_norm_topk": draw(st.booleans()),
+    }
+
+
+@st.composite
 def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Config:
     """A run of float64 on a CPU that has no fault."""
     layout = draw(layouts)
@@ -64,6 +80,8 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         vocab_size=draw(st.integers(layout.tp, 23)), round_vocab_to=draw(st.sampled_from([1, 4])), init_std=0.3,
         window_every=draw(st.sampled_from([0, 2, 3])) if options["window"] else 0, **options,
     )  # fmt: skip
+    if model.activation == "swiglu" and not model.bias and draw(st.booleans()):
+        model = replace(model, **draw(mixtures(layout, model.num_layers)))
     sequence_parallel, zero_stage = draw(st.sampled_from(["auto", "off"])), draw(st.sampled_from([0, 1, 2, 3]))
     cp_method = draw(st.sampled_from(["auto", "ulysses", "allgather"])) if layout.cp > 1 else "auto"
     gathers = cp_method == "allgather" or (cp_method == "auto" and kv_heads % num_sharing > 0)

@@ -42,7 +42,7 @@ def logits(
             layer=layer,
             site=0,
         )
-        x_BSD = x_BSD + drop(_feed_forward(model, part, _norm(model, part, "norm2", x_BSD)), layer=layer, site=1)
+        x_BSD = x_BSD + drop(_mixture(model, part, _norm(model, part, "norm2", x_BSD)), layer=layer, site=1)
     head = state["embed.weight" if model.tie_embeddings else "head.weight"]
     return _norm(model, state, "norm", x_BSD) @ head.T
 
@@ -145,10 +145,31 @@ def _rotate(x: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def _feed_forward(model: ModelConfig, part: State, x: Tensor) -> Tensor:
-    up = _linear(part, "mlp.up", x)
+def _mixture(model: ModelConfig, part: State, x: Tensor) -> Tensor:
+    """Every expert sees every token, and counts for those whose best it is among."""
+    if "mlp.router.weight" not in part:
+        return _feed_forward(model, part, x)
+    logits = x @ part["mlp.router.weight"].T
+    scores = 1 / (1 + torch.exp(-logits)) if model.router_score == "sigmoid" else torch.softmax(logits, -1)
+    weights = torch.zeros_like(scores)
+    for expert in range(model.num_experts):
+        own = scores[..., expert, None]
+        before = (scores > own).sum(-1) + (scores == own)[..., :expert].sum(-1)
+        weights[..., expert] = scores[..., expert] * (before < model.experts_per_token)
+    if model.router_norm_topk:
+        weights = weights / weights.sum(-1, keepdim=True)
+    experts = {name: value for name, value in part.items() if ".experts." in name}
+    y = torch.zeros_like(x)
+    for expert in range(model.num_experts):
+        own_part = {name.replace(".experts", ""): value[expert] for name, value in experts.items()}
+        y = y + model.router_scale * weights[..., expert, None] * _feed_forward(model, own_part, x)
+    return y + _feed_forward(model, part, x, "mlp.shared") if model.num_shared_experts else y
+
+
+def _feed_forward(model: ModelConfig, part: State, x: Tensor, name: str = "mlp") -> Tensor:
+    up = _linear(part, f"{name}.up", x)
     if model.activation == "swiglu":
-        gate = _linear(part, "mlp.gate", x)
-        return _linear(part, "mlp.down", gate / (1 + torch.exp(-gate)) * up)
+        gate = _linear(part, f"{name}.gate", x)
+        return _linear(part, f"{name}.down", gate / (1 + torch.exp(-gate)) * up)
     inner = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
-    return _linear(part, "mlp.down", 0.5 * up * (1 + torch.tanh(inner)))
+    return _linear(part, f"{name}.down", 0.5 * up * (1 + torch.tanh(inner)))

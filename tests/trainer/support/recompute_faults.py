@@ -110,7 +110,7 @@ RECOMPUTE_FAULTS = [
     Fault("a norm is made again of the stream before its branch", None, stream_before_the_branch,
           shows=shows(recompute="selective")),
     Fault("a linear's gradient is made of the stream in place of its norm", None,
-          wrapping(recompute, "_read", lambda real, node: recompute._made(node)[1][0].detach()),
+          wrapping(recompute, "_read", lambda real, node, number: recompute._made(node)[1][0].detach()),
           shows=shows(recompute="selective")),
     Fault("attention keeps the results of another layer", None, results_of_the_last_call,
           shows=shows(recompute="full", recompute_keep="attention")),

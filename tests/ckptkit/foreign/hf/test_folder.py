@@ -52,8 +52,9 @@ def test_names_shapes_and_placements_are_the_trainers(tmp_path: Path, model_type
     assert root.metadata["config"]["model"].keys() == keys
 
 
-def test_experts_are_one_tensor_cut_by_ep_and_tp_and_the_trainer_refuses_them(tmp_path: Path) -> None:
+def test_experts_are_one_tensor_cut_by_ep_and_tp_as_the_trainer_has_them(tmp_path: Path) -> None:
     from trainer.config.walk import load_config
+    from trainer.model.table import parameter_table
 
     tensors = write_folder(tmp_path / "model", "mixtral")
     with HfFolder(str(tmp_path / "model")).open(0) as reader:
@@ -65,8 +66,11 @@ def test_experts_are_one_tensor_cut_by_ep_and_tp_and_the_trainer_refuses_them(tm
         box = info.placement.local_box(info.name, info.shape, ParallelLayout(tp=2, ep=4, dp=4), Coords(tp=1, dp=3))
         assert box == Box((9, 0, 24), (3, HIDDEN, 24))
     (tmp_path / "run.toml").write_text(f"[checkpoint]\nload = 'hf:{tmp_path}/model'\n")
-    with pytest.raises(UserError, match="the model has what the trainer cannot train yet: 12 experts"):
-        load_config(str(tmp_path / "run.toml"))
+    config = load_config(str(tmp_path / "run.toml"))
+    assert (config.model.num_experts, config.model.expert_ffn_hidden_size) == (EXPERTS, 48)
+    stored = {name: info.shape for name, info in reader.root.tensors.items() if "/" not in name}
+    assert stored == {name: row.shape for name, row in parameter_table(config).items()}
+    assert info.placement == parameter_table(config)[info.name].placement
 
 
 def test_experts_of_two_dtypes_are_refused(tmp_path: Path) -> None:

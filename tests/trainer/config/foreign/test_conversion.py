@@ -136,8 +136,12 @@ def test_a_script_is_read_without_running_it(tmp_path: Path, capsys: pytest.Capt
             "num_layers = 3",
         ),
         (
-            "pretrain_gpt.py --lr 1 --moe-grouped-gemm --num-experts 8 --frobnicate 3",
+            "pretrain_gpt.py --lr 1 --moe-grouped-gemm --moe-input-jitter-eps 8 --frobnicate 3",
             "#   unknown argument --frobnicate",
+        ),
+        (
+            "pretrain_gpt.py --lr 1 --swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 3",
+            "num_experts = 8",
         ),
     ],
 )

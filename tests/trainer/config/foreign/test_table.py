@@ -141,7 +141,7 @@ def test_every_argument_of_hugging_faces_trainer_is_known() -> None:
 
 
 def test_an_exact_name_comes_before_a_family() -> None:
-    require((found := entry_of("--moe-router-topk")) is not None and found.is_family, "it is one of a family")
+    require((found := entry_of("--moe-deepep-num-sms")) is not None and found.is_family, "it is one of a family")
     require(
         (found := entry_of("--eval_steps")) is not None and found.meanings[0].text == "train.eval_interval", "exact"
     )

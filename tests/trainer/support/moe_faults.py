@@ -1,0 +1,160 @@
+"""Faults of experts: other tokens, other weights, sums that lack a part, gradients that are stale. See `faults`."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.support.checks import require_equal
+from tests.trainer.support.faults import TP, Fault, Patch, wrapping
+from tests.trainer.support.moe import engine_of, mixture
+from tests.trainer.support.parity import local_batch
+from tests.trainer.support.plain_model import logits
+from tests.trainer.support.recompute_faults import compare_again, making
+from trainer import engine
+from trainer.linear import grouped
+from trainer.model import router
+from trainer.model.moe import MoE
+from trainer.parallel import expert
+from trainer.parallel.expert import ExpertParallel
+
+EXPERTS: dict[str, Any] = {  # of the model that faults are planted in: some have no token in a micro-batch
+    "bias": False,
+    "num_experts": 9,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 4,
+    "num_shared_experts": 1,
+}
+WHOLE: dict[str, Any] = {"model": EXPERTS}
+CUT: dict[str, Any] = {"model": EXPERTS, "cuts_tokens": True}
+
+
+def moved_by_one(real: Any, self: ExpertParallel, experts_TK: torch.Tensor, num_experts: int) -> Any:
+    rows_R, ends_E = real(self, experts_TK, num_experts)
+    return rows_R, (ends_E + 1).clamp(max=len(rows_R))
+
+
+def stale(
+    real: Any, out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, parts: int, **first: bool
+) -> None:
+    before = out.clone()
+    real(out, dy, x, ends, parts, **first)
+    is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    for sums, old in zip(out.chunk(parts), before.chunk(parts), strict=True):
+        sums[is_empty] = old[is_empty]
+
+
+def higher_numbers_first(real: Any, scores_TE: torch.Tensor, k: int) -> torch.Tensor:
+    return scores_TE.shape[1] - 1 - real(scores_TE.flip(1), k)
+
+
+def only_the_first(real: Any, y_RD: torch.Tensor, rows_R: torch.Tensor, num_tokens: int, k: int) -> torch.Tensor:
+    return real(y_RD * (rows_R % k < k - 1).unsqueeze(1), rows_R, num_tokens, k)
+
+
+def beyond_the_mean(real: Any, self: MoE, *inputs: torch.Tensor) -> torch.Tensor:
+    """Drop what an expert has beyond the mean."""
+    packed_R2F, weights_TK, rows_R, ends_E, *shared = inputs
+    begins_E = ends_E - ends_E.diff(prepend=ends_E.new_zeros(1))
+    place_R = torch.arange(len(rows_R))
+    expert_R = torch.searchsorted(ends_E, place_R.int(), right=True)
+    is_beyond_R = place_R - begins_E[expert_R] >= len(rows_R) / len(ends_E)
+    return real(self, packed_R2F.masked_fill(is_beyond_R.unsqueeze(1), 0), weights_TK, rows_R, ends_E, *shared)
+
+
+def other_rank_first(real: Any, self: ExpertParallel, x_TC: torch.Tensor) -> torch.Tensor:
+    whole = real(self, x_TC)
+    return whole.roll(len(x_TC), 0) if x_TC.shape[1] > 2 and len(whole) > len(x_TC) else whole
+
+
+def of_each_rank(real: Any, self: ExpertParallel, x_SC: torch.Tensor) -> torch.Tensor:
+    """Leave the gradients of weights as each rank has them, and sum what is wide."""
+    return real(self, x_SC) if x_SC.shape[1] > 2 else x_SC
+
+
+def router_of_one_rank(real: Any, config: Any) -> Any:
+    return {name: replace(row, is_partial=".router." not in name) for name, row in real(config).items()}
+
+
+def detached_sum(real: Any, scores_TK: torch.Tensor, model: Any) -> torch.Tensor:
+    return scores_TK / scores_TK.detach().sum(1, keepdim=True)
+
+
+def routed_otherwise(patch: Patch) -> None:
+    real = router.best
+    with making(patch) as is_again:
+        patch.setattr(router, "best", lambda scores, k: real(-scores if is_again() else scores, k))
+
+
+def compare_ties() -> None:
+    """Where all scores are equal, the first experts take each token, as in plain torch."""
+    config = mixture("plain")
+    live = engine_of(config, router=0.0)
+    batch = local_batch(config, 0, live.mesh)
+    state = {name: value.double() for name, value in live.store.values()}
+    tokens, labels, positions = (part.flatten(0, 1) for part in (batch.tokens, batch.labels, batch.positions))
+    logs = torch.log_softmax(logits(config.model, state, tokens, positions, lambda x, **place: x), -1)
+    losses = -logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    expected = (losses * batch.loss_mask.flatten(0, 1)).sum().item()
+    total, _ = live.eval_batch(batch)
+    require_equal(abs(total / expected - 1) < 1e-10, f"{total} in place of {expected}")
+
+
+def shows_again(**again: Any) -> Any:
+    return partial(compare_again, mixture("plain"), **again)
+
+
+MOE_FAULTS = [
+    Fault(
+        "the weights of a token's experts count twice",
+        None,
+        wrapping(expert, "weighted_swiglu", lambda real, packed, weights: real(packed, weights * weights)),
+        **WHOLE,
+    ),
+    Fault("each expert's rows end one later", None, wrapping(ExpertParallel, "rows", moved_by_one), **WHOLE),
+    Fault(
+        "an expert without tokens keeps the gradient of a step before",
+        None,
+        wrapping(grouped, "add_products", stale),
+        **WHOLE,
+    ),
+    Fault(
+        "equal scores go to higher numbers", None, wrapping(router, "best", higher_numbers_first), shows=compare_ties
+    ),
+    Fault("a token's last expert is not added", None, wrapping(expert, "combine", only_the_first), **WHOLE),
+    Fault("rows of an expert beyond the mean are dropped", None, wrapping(MoE, "narrow", beyond_the_mean), **WHOLE),
+    Fault(
+        "the sum that scores are divided by has no gradient", None, wrapping(router, "weights", detached_sum), **WHOLE
+    ),
+    Fault(
+        "gradients of rows are written where other rows were",
+        None,
+        wrapping(
+            expert,
+            "weighted_swiglu_backward",
+            lambda real, *inputs: (*(part.roll(1, 0) for part in real(*inputs)[:2]), real(*inputs)[2]),
+        ),
+        **WHOLE,
+    ),
+    Fault("tokens of two tp ranks change places", TP, wrapping(ExpertParallel, "gather", other_rank_first), **CUT),
+    Fault(
+        "one tp rank contributes the gradient of a router, of its own tokens",
+        TP,
+        wrapping(engine, "parameter_table", router_of_one_rank),
+        **CUT,
+    ),
+    Fault(
+        "gradients of experts' weights are not summed over tp",
+        TP,
+        wrapping(ExpertParallel, "sum", of_each_rank),
+        **WHOLE,
+    ),
+    Fault(
+        "what experts return is not summed over tp",
+        TP,
+        wrapping(ExpertParallel, "sum", lambda real, self, x: x),
+        **WHOLE,
+    ),
+    Fault("tokens go to other experts in the second pass", None, routed_otherwise, shows=shows_again(recompute="full")),
+]

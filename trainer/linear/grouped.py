@@ -1,0 +1,104 @@
+"""Products of many matrices of one shape, each with rows of its own: those of the tokens that go to an expert.
+
+Rows come in the order of matrices, and `ends_E` says where those of each one end, on the device: [0, 2, 5] are matrices
+without rows, with rows 0-1 and with rows 2-4. Several parameters of E matrices may be side by side, as gate and up are:
+their outputs are the columns of one tensor, and the gradient of x is the sum of theirs.
+
+On GPUs products of bf16 are torch's grouped ones, which round to bf16. So gradients of the matrices, which are added in
+the wide dtype, are a loop over matrices, as are products of other dtypes, and on CPUs all. It reads the ends: on a GPU
+the host waits for them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.linear.weight import Weight, add_product
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemm:
+    """The products of a weight [P E, N, K]: P parameters of E matrices, for R rows of x [R, K] and of y [R, P N]."""
+
+    weight: Weight
+    num_parts: int = 1
+
+    @property
+    def num_experts(self) -> int:
+        """Return the number of matrices of each parameter."""
+        return self.weight.shape[0] // self.num_parts
+
+    def forward(self, x_RK: Tensor, ends_E: Tensor) -> Tensor:
+        """Return x W^T, [R, P N]."""
+        parts, size = self._parts(), self.weight.shape[1]
+        if has_library(x_RK):
+            return joined([torch._grouped_mm(x_RK, part.transpose(1, 2), offs=ends_E) for part in parts])
+        y_RC = x_RK.new_empty(len(x_RK), size * self.num_parts)
+        for number, rows in runs_of(ends_E):
+            for part, y_RN in zip(parts, y_RC[rows].split(size, 1), strict=True):
+                torch.mm(x_RK[rows], part[number].t(), out=y_RN)
+        return y_RC
+
+    def dgrad(self, dy_RC: Tensor, ends_E: Tensor) -> Tensor:
+        """Return dy W, [R, K], the sum of those of all parts."""
+        parts, (_, size, num_columns) = self._parts(), self.weight.shape
+        if has_library(dy_RC):
+            first, *others = (
+                torch._grouped_mm(dy_RN, part, offs=ends_E)
+                for part, dy_RN in zip(parts, dy_RC.split(size, 1), strict=True)
+            )
+            for other in others:
+                first += other
+            return first
+        dx_RK = dy_RC.new_empty(len(dy_RC), num_columns)
+        for number, rows in runs_of(ends_E):
+            for index, (part, dy_RN) in enumerate(zip(parts, dy_RC[rows].split(size, 1), strict=True)):
+                torch.addmm(dx_RK[rows], dy_RN, part[number], beta=1.0 if index else 0.0, out=dx_RK[rows])
+        return dx_RK
+
+    def wgrad(self, factors: Callable[[], tuple[Tensor, Tensor]], ends_E: Tensor, *, ends: bool = True) -> None:
+        """Add dy^T x to the weight's gradient, now or when the schedule makes it; `factors` returns dy and x then."""
+        num_parts = self.num_parts
+        self.weight.add_gradient(
+            lambda out, first: add_products(out, *factors(), ends_E, num_parts, first=first), ends=ends
+        )
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.weight.values.chunk(self.num_parts)
+
+
+def add_products(out_GNK: Tensor, dy_RC: Tensor, x_RK: Tensor, ends_E: Tensor, num_parts: int, *, first: bool) -> None:
+    """Add dy^T x of each matrix's rows to `out`, [P E, N, K], or write it there: zero for one without rows."""
+    size = out_GNK.shape[1]
+    for number, rows in runs_of(ends_E):
+        for out_ENK, dy_RN in zip(out_GNK.chunk(num_parts), dy_RC[rows].split(size, 1), strict=True):
+            if rows.start < rows.stop:
+                add_product(out_ENK[number], dy_RN, x_RK[rows], first=first)
+            elif first:
+                out_ENK[number].zero_()
+
+
+def has_library(x_RK: Tensor) -> bool:
+    """Return whether torch has a grouped product for such a tensor that does not wait for the host."""
+    return x_RK.is_cuda and x_RK.dtype == torch.bfloat16
+
+
+def runs_of(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield the number of each matrix and its rows."""
+    start = 0
+    for number, stop in enumerate(read_ends(ends_E)):
+        yield number, slice(start, stop)
+        start = stop
+
+
+def read_ends(ends_E: Tensor) -> list[int]:
+    """Return the ends of rows on the host, which waits for them if they are on a GPU: nothing else here reads any."""
+    ends: list[int] = ends_E.tolist()
+    return ends
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Return the columns of several tensors side by side."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

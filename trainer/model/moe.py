@@ -1,0 +1,42 @@
+"""A mixture of experts: in place of one MLP many, of which a router picks some for each token; none is left out.
+
+Source: Shazeer and others 2017; that no token is dropped: MegaBlocks (Gale and others, 2022, arXiv 2211.15841).
+"""
+
+from torch import Tensor
+
+from trainer.config import ModelConfig
+from trainer.linear.grouped import GroupedGemm
+from trainer.model.mlp import MLP
+from trainer.model.op_choices import OpChoices
+from trainer.model.router import Router
+from trainer.parallel.expert import ExpertParallel
+from trainer.parallel.tensor import TensorParallel
+from trainer.store.unit import Unit
+
+
+class MoE:
+    """Router, experts, and maybe shared ones, one MLP that each token goes through too.
+
+    `widen` and `narrow` are as those of MLP: up to what the last products read, and from there on.
+    """
+
+    def __init__(self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, choices: OpChoices) -> None:
+        self.num_experts, self.k = model.num_experts, model.experts_per_token
+        self.experts, self.router = ExpertParallel(tensor), Router(model, unit, f"{prefix}.router")
+        self.up = GroupedGemm(unit.weight(*(f"{prefix}.experts.{name}.weight" for name in ("gate", "up"))), 2)
+        self.down = GroupedGemm(unit.weight(f"{prefix}.experts.down.weight"))
+        self.shared = MLP(model, unit, f"{prefix}.shared", tensor, choices) if model.num_shared_experts else None
+
+    def widen(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        """Return the packed gate|up of all rows, the experts' weights, the rows' numbers and ends; the shared ones'."""
+        weights_TK, experts_TK = self.router(x_TD)
+        rows_R, ends_E = self.experts.rows(experts_TK, self.num_experts)
+        shared = () if self.shared is None else self.shared.widen(x_TD)
+        packed_R2F = self.experts.widen(x_TD, self.up, rows_R, ends_E, self.k)
+        return packed_R2F, weights_TK, rows_R, ends_E, *shared
+
+    def narrow(self, packed_R2F: Tensor, weights_TK: Tensor, rows_R: Tensor, ends_E: Tensor, *shared: Tensor) -> Tensor:
+        """Return the output for them."""
+        y_TD = self.experts.narrow(packed_R2F, weights_TK, self.down, rows_R, ends_E)
+        return y_TD if self.shared is None else y_TD + self.shared.narrow(*shared)
