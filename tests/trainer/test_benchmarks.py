@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.record import Record
 from benchmarks.trainer.gpu import HERE, ROWS, figures, launcher, peer, rate_of, ratios, rows_of
 from datakit import write_store
 from tests.trainer.support.training import CONFIG, ROOT, VOCAB_SIZE, call
@@ -117,7 +118,8 @@ def test_what_differs_is_named(
     other = bits.Case("another seed", one.values | {"train.seed": 1})
     for pairs, code in (([*equal, (one, again)], 0), ([(one, again), (one, other)], 1)):
         monkeypatch.setattr(bits, "promised", lambda pairs=pairs: iter(pairs))
-        assert bits.compare(argparse.Namespace(output=tmp_path / "out", before=None, device="cpu")) == code
+        arguments = argparse.Namespace(output=tmp_path / "out", before=None, device="cpu", record=Record())
+        assert bits.compare(arguments) == code
     printed = capsys.readouterr().out
     assert "2 of 2 are equal" in printed
     assert "differs: fp64 one = another seed\n1 of 2 are equal" in printed

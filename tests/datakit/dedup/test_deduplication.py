@@ -212,7 +212,10 @@ def test_killed_at_any_moment_and_rerun_gives_the_same_bytes(
         while process.poll() is None and num_records() < before + 12:
             time.sleep(0.001 * attempt)  # from 0: a moment of its own in each attempt
         if process.poll() is not None:
-            break
+            if len(killed) == 2:
+                break
+            shutil.rmtree(tmp_path / "killed")  # on a busy machine one may end unseen before both had their kill
+            continue
         killed.add("tokenizing" if (work / "duplicates").exists() else "hashing")
         workers = psutil.Process(process.pid).children()
         chosen = process.pid if victim == "parent" or not workers else workers[attempt % len(workers)].pid
