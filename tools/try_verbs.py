@@ -69,6 +69,7 @@ ckptkit pin run/step-000000002
 ckptkit unpin run/step-000000002
 ckptkit prune run --keep-last 1
 ckptkit prune s3://bucket/run --keep-last 1
+ckptkit crash-test s3://bucket/run
 ckptkit help
 ckptkit completion zsh
 trainer train run.toml

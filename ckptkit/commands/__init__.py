@@ -2,5 +2,5 @@
 
 VERBS = (
     "ls", "best", "pin", "unpin", "rm", "rollback", "prune", "inspect", "verify", "hash", "diff", "copy", "reshard",
-    "import", "export",
+    "import", "export", "crash-test",
 )  # fmt: skip

@@ -161,6 +161,15 @@ class FsspecStorage(Storage):
 
             self._call("delete", key, remove)
 
+    def clear(self) -> None:
+        """Remove all that is there, with the folders, and what writes that broke off left under hidden names."""
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(self._root, recursive=True)
+
+        self._call("delete", "", remove)
+
     def copy(self, source: str, target: str) -> None:
         self._call("copy", source, lambda: self._fs.cp_file(self._path(source), self._path(target)))
 
