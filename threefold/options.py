@@ -128,7 +128,7 @@ def read_toml(path: str, *, sample: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no configuration file {path}", hint=f"start from {sample}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, tomllib.TOMLDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"cannot read {path} as TOML: {cause}", hint=f"{sample} is a sample") from error
 

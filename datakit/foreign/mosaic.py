@@ -71,7 +71,7 @@ class _MdsFile:
     @classmethod
     def open(cls, shard: ForeignIndex, stream: str, choices: Choices) -> "_MdsFile":
         if shard.number("version") != 2 or shard.text("format") != "mds":
-            kind = f"version {shard.raw['version']}, format {shard.raw['format']!r}"
+            kind = f"version {shard.raw['version']}, format {shard.raw.get('format')!r:.80}"
             raise UserError(
                 f"{shard.path}: {shard.place.rstrip('.')} is of {kind}; version 2, 'mds' is read", hint=_ANEW
             )

@@ -155,7 +155,7 @@ class StreamRecord:
                 dict(value.get("order", {})),
                 bool(value.get("orders_copies", False)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise UserError(f"this is not a stream record: {error!r}") from None
 
     def differences(self, other: "StreamRecord", num_samples: int) -> list[str]:
@@ -226,7 +226,7 @@ class Recorded:
             num_samples, step = int(state["num_samples"]), int(content.get("step", 0))
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}", hint=hint) from None
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
             raise UserError(f"{path} has no stream record of a run", hint=hint) from None
         cursor = Cursor.from_json(state) if "digest" in state else None
         return cls(StreamRecord.from_json(record), step, num_samples, cursor)

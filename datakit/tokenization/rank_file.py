@@ -26,7 +26,7 @@ from threefold.errors import StorageError, UserError, quoted
 SUFFIX = ".tiktoken"
 MAX_RANK_FILE_BYTES, MAX_SIDECAR_BYTES = 32 << 20, 4 << 20
 MAX_ID = (1 << 31) - 2  # ids are stored as int32
-MAX_TEKKEN_BYTES = 128 << 20
+MAX_TEKKEN_BYTES, MAX_SPECIAL_TOKENS = 128 << 20, 1 << 16
 _WITHOUT_SPECIAL_TOKENS = ("v1", "v2", "v3", "v7")  # versions whose files may leave them out: they are these
 _SPECIAL_TOKENS = [
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
@@ -234,16 +234,20 @@ def _special_tokens(raw: Any, count: int, version: str) -> dict[str, int]:
         if version not in _WITHOUT_SPECIAL_TOKENS:
             raise ValueError(f'it has no "special_tokens", which version {version} needs')
         raw = [{"rank": number, "token_str": name} for number, name in enumerate(_SPECIAL_TOKENS)]
+    if count > MAX_SPECIAL_TOKENS:
+        raise ValueError(f"{count:,} special tokens, at most {MAX_SPECIAL_TOKENS:,} are read")
     tokens: dict[str, int] = {}
+    known = set[int]()
     for number, entry in enumerate(_typed(raw, list, "special_tokens")):
         place = f"special_tokens[{number}]"
         name = _typed(_typed(entry, dict, place)["token_str"], str, f"{place}.token_str")
         rank = _typed(entry["rank"], int, f"{place}.rank")
-        if not 0 <= rank < count or rank in tokens.values() or name in tokens:
+        if not 0 <= rank < count or rank in known or name in tokens:
             raise ValueError(f"{place}: {name!r} with the rank {rank}, of {count}, is there twice or out of range")
         tokens[name] = rank
+        known.add(rank)
     for number in range(len(tokens), count):
-        if number in tokens.values() or f"<SPECIAL_{number}>" in tokens:
+        if number in known or f"<SPECIAL_{number}>" in tokens:
             raise ValueError(f"special_tokens: {len(tokens)} tokens are not numbered from 0")
         tokens[f"<SPECIAL_{number}>"] = number
     return tokens

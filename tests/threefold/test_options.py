@@ -51,6 +51,13 @@ def test_arrays_of_tables_are_tuples_of_dataclasses(tmp_path: Path) -> None:
     assert filled(read_toml(str(path), sample="a.toml")) == (expected, [])
 
 
+def test_a_file_that_is_nested_without_end_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("a = " + "[" * 100_000)
+    with pytest.raises(UserError, match=r"cannot read .*a.toml as TOML"):
+        read_toml(str(path), sample="a.toml")
+
+
 def test_each_text_of_a_flag_is_a_table_of_the_array() -> None:
     parser = argparse.ArgumentParser()
     add_settings(parser, Tables)

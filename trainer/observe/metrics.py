@@ -162,7 +162,7 @@ def cut_back(path: Path, step: int) -> None:
         for line in source:
             try:
                 keep = line.endswith("\n") and json.loads(line)["step"] <= step
-            except (ValueError, KeyError, TypeError):  # cut short by a kill
+            except (ValueError, KeyError, TypeError, RecursionError):  # cut short by a kill
                 continue
             if keep:
                 target.write(line)

@@ -76,7 +76,7 @@ def read_metadata(data: bytes, where: str) -> DcpContents:
             if not isinstance(name, str):
                 raise ValueError(f"{shown(name)} is not a name")
             if described.name == f"{_MODULE}.BytesStorageMetadata":
-                blobs[name] = places[name, None]
+                blobs[name] = places[_place_key(name, None)]
             else:
                 tensors[name] = _tensor(name, _fields(described, f"{_MODULE}.TensorStorageMetadata"), places, where)
         paths = fields.get("planner_data")
@@ -89,12 +89,17 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
     return record.state
 
 
-def _index(record: Any) -> tuple[str, Ints | None]:
+def _index(record: Any) -> str:
     fields = _fields(record, f"{_MODULE}.MetadataIndex")
     offset = fields.get("offset")
     if not isinstance(fields["fqn"], str):
         raise ValueError(f"{shown(fields['fqn'])} is not a name")
-    return fields["fqn"], None if offset is None else _size(offset)
+    return _place_key(fields["fqn"], None if offset is None else _size(offset))
+
+
+def _place_key(name: str, offset: Ints | None) -> str:
+    """Return what a chunk is looked up by: a text, as hashes of numbers could be chosen to be one and the same."""
+    return f"{offset} {name}"
 
 
 def _size(value: Any) -> Ints:
@@ -113,9 +118,7 @@ def _place(record: Any, where: str) -> Place:
     return Place(inner_file(fields["relative_path"]), *row_of_sizes((fields["offset"], fields["length"])))
 
 
-def _tensor(
-    name: str, fields: Mapping[str, Any], places: Mapping[tuple[str, Ints | None], Place], where: str
-) -> DcpTensor:
+def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[str, Place], where: str) -> DcpTensor:
     dtype, layout, *_ = fields["properties"].state
     if not isinstance(dtype, Name) or layout.args != ("torch.strided",):
         kind = f"{shown(dtype)} and layout {shown(layout.args[0] if layout.args else None)}"
@@ -126,7 +129,7 @@ def _tensor(
         offset, size = _size(box["offsets"]), _size(box["sizes"])
         if any(a + n > whole for a, n, whole in zip(offset, size, shape, strict=True)):
             raise ValueError(f"{name} {list(shape)} has a chunk {list(size)} at {list(offset)}")
-        chunks.append(DcpChunk(offset, size, places[name, offset]))
+        chunks.append(DcpChunk(offset, size, places[_place_key(name, offset)]))
     return DcpTensor(dtype.removeprefix("torch."), shape, chunks)
 
 

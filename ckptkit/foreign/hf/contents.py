@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
-from ckptkit.foreign.checks import checked, size_of
+from ckptkit.foreign.checks import checked, shown, size_of
 from ckptkit.foreign.hf.families import Family, family_of
 from ckptkit.foreign.hf.model_table import ModelTable, Row
 from ckptkit.foreign.safetensors_file import ForeignTensor, read_file
@@ -66,7 +66,10 @@ def read_contents(storage: Storage) -> Contents:
         text = f"{storage.url} does not hold the model of its {CONFIG}:{listed(faults)}"
         raise UserError(text, hint="fetch the folder again, with all its files")
     _compare_tied(storage, rows, tensors)
-    positions = int(config.get("max_position_embeddings") or model.num_positions or SEQ_LENGTH)
+    positions = config.get("max_position_embeddings") or model.num_positions or SEQ_LENGTH
+    if not isinstance(positions, int) or positions < 1:
+        text = f"{storage.url}/{CONFIG}: max_position_embeddings must be a whole number above 0, got {shown(positions)}"
+        raise UserError(text, hint="fetch the folder again, with all its files")
     seq_length = min(positions, model.attention_window or positions, SEQ_LENGTH)
     metadata = {
         "config": {"model": model.to_json(), "train": {"seq_length": seq_length}},

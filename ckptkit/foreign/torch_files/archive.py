@@ -115,9 +115,7 @@ class TorchZip:
         storage, first, shape, stride = described.args[:4]
         kind, name, numel = storage.kind, f"data/{storage.key}", storage.numel
         dtype = described.args[6].removeprefix("torch.") if kind == UNTYPED else _OF_STORAGE[kind]
-        size, record = ITEMSIZES[dtype], self._records[name]
-        if record.compress_type != zipfile.ZIP_STORED:
-            raise UserError(f"{self._where} is compressed", hint="save it without compression")
+        size, record = ITEMSIZES[dtype], self._stored(name)
         begin = self._begins.get(name)
         if begin is None:
             self._window.seek(record.header_offset)
@@ -135,10 +133,17 @@ class TorchZip:
         return StoredTensor(dtype, shape, stride, at + _checked(first) * size, at + num_bytes)
 
     def _read(self, name: str) -> bytes:
-        record = self._records[name]
+        record = self._stored(name)
         if record.file_size > MAX_RECORD_BYTES:
             raise ValueError(f"{name} of {record.file_size:,} bytes")
         return self._archive.read(record)
+
+    def _stored(self, name: str) -> zipfile.ZipInfo:
+        """Return a record that is stored as it is: a few bytes of a compressed one may be any number of opcodes."""
+        record = self._records[name]
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise UserError(f"{self._where} is compressed", hint="save it without compression")
+        return record
 
 
 def _begin(record: zipfile.ZipInfo, head: bytes) -> int:

@@ -19,6 +19,7 @@ from threefold.errors import CheckFailed
 MAX_BYTES = 2 << 30
 MAX_DEPTH = 100
 LEAST_VALUES, VALUES_PER_BYTE = 1 << 20, 16  # how many values there may be, each counted wherever it is used
+MAX_KEY, MAX_TUPLES = (1 << 60) - 1, 4096  # of numbers, whose hashes differ then; and how many tuples may be keys
 VALUE_BYTES = 64  # a text counts as one more value for so many bytes
 HOLDERS, TEXTS = frozenset([list, tuple, set, frozenset]), frozenset([str, bytes])
 BASE: Any = pickle._Unpickler
@@ -48,6 +49,7 @@ class _Parser(BASE):  # type: ignore[misc]
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._allowed, self._where, self._external = allowed, where, external
+        self._num_tuples = 0  # that are keys
 
     def find_class(self, module: str, name: str) -> Name:
         full = f"{module}.{name}"
@@ -100,15 +102,32 @@ class _Parser(BASE):  # type: ignore[misc]
 
     def load_additems(self) -> None:
         items = self.pop_mark()
-        self.stack[-1].update(_flat(items))
+        self.stack[-1].update(self._hashable(items))
 
     def load_frozenset(self) -> None:
-        self.append(frozenset(_flat(self.pop_mark())))
+        self.append(frozenset(self._hashable(self.pop_mark())))
 
     def _fill(self, target: Any, items: list[Any]) -> None:
         if type(target) is not dict:
             raise pickle.UnpicklingError("items for what is not a dict")
-        target.update(zip(_flat(items[::2]), items[1::2], strict=True))
+        target.update(zip(self._hashable(items[::2]), items[1::2], strict=True))
+
+    def _hashable(self, keys: list[Any]) -> list[Any]:
+        """Return what is to be hashed, if that takes no walk through a nest, and few of it have a hash of choice.
+
+        Numbers that differ by a multiple of 2^61 - 1 have one hash, and so have tuples of numbers that are made for it:
+        each of n such keys is compared with all others. Hashes of texts cannot be foreseen.
+        """
+        for key in keys:
+            parts = key if type(key) is tuple else (key,)
+            if any(type(part) is tuple for part in parts):
+                raise pickle.UnpicklingError("a key that is nested")
+            if any(type(part) is int and not -MAX_KEY <= part <= MAX_KEY for part in parts):
+                raise pickle.UnpicklingError("a key that is a number of more than 60 bits")
+            self._num_tuples += type(key) is tuple
+        if self._num_tuples > MAX_TUPLES:
+            raise pickle.UnpicklingError(f"more than {MAX_TUPLES:,} tuples as keys")
+        return keys
 
     def load_refused(self) -> None:
         raise pickle.UnpicklingError("an opcode that no such file has")
@@ -136,13 +155,6 @@ def parsed(data: bytes, allowed: Collection[str], where: str, external: Callable
         text = f"{where} is not a file of pickled data, or is damaged: {words_of(error)}"
         raise CheckFailed(text, hint="use files of people whom you trust, or fetch it again") from None
     return value
-
-
-def _flat(keys: list[Any]) -> list[Any]:
-    """Return what is to be hashed, if that takes no walk through a nest."""
-    if any(type(part) is tuple for key in keys if type(key) is tuple for part in key):
-        raise pickle.UnpicklingError("a key that is nested")
-    return keys
 
 
 def _num_values(parts: Iterable[Any], depth: int, most: int, known: dict[int, int]) -> int:

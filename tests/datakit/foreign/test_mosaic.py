@@ -177,6 +177,15 @@ def test_an_index_of_nonsense_is_named(
     assert not files_of(tmp_path / "s")
 
 
+def test_a_shard_of_another_version_may_say_no_format(tmp_path: Path, tokenizer_path: str) -> None:
+    source = write_mds(tmp_path / "in", {"tokens": "ndarray"}, tokens_only(), changes={"version": 1})
+    index = json.loads((source / "index.json").read_text())
+    del index["shards"][0]["format"]
+    (source / "index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="is of version 1, format None; version 2, 'mds' is read"):
+        from_mds([source], tmp_path / "s", Choices(tokenizer_path))
+
+
 @pytest.mark.parametrize("compression", [None, "zstd:7", "gz"])
 def test_hashes_and_tokens_are_checked(tmp_path: Path, tokenizer_path: str, compression: str | None) -> None:
     raw_data = {"basename": "shard.00000.mds", "bytes": 0, "hashes": {"xxh64": "0" * 16}}

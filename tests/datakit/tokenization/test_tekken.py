@@ -98,3 +98,11 @@ def test_what_is_wrong_with_a_file_is_named(
     change(raw, place, value)
     with pytest.raises(UserError, match=rf"tekken.json: {fault}"):
         open_tokenizer(write(tmp_path / "tekken.json", raw))
+
+
+def test_more_special_tokens_than_any_file_has_are_refused_before_they_are_made(
+    tmp_path: Path, raw: dict[str, Any]
+) -> None:
+    raw["config"] |= {"default_num_special_tokens": 2**31 - 4, "default_vocab_size": 2**31 - 3}
+    with pytest.raises(UserError, match=r"2,147,483,644 special tokens, at most 65,536 are read"):
+        open_tokenizer(write(tmp_path / "tekken.json", raw))

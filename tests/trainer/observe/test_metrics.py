@@ -98,7 +98,7 @@ def test_a_resume_leaves_one_line_a_step(tmp_path: Path) -> None:
 
 def test_cutting_back_keeps_what_is_no_line_of_ours_out(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_bytes(b'[]\n\xff\xfe\n{"step": "x"}\n{"step": 1}\n{"a": 2}\n{"step": 2}')
+    path.write_bytes(b'[]\n\xff\xfe\n{"step": "x"}\n{"step": 1}\n{"a": 2}\n' + b"[" * 100_000 + b'\n{"step": 2}')
     cut_back(path, 5)
     assert path.read_text() == '{"step": 1}\n'
 

@@ -94,7 +94,7 @@ class Translator:
         try:
             with open(path, encoding="utf-8") as file:
                 tables = json.load(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             cause = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
             answer.faults.append(f"{flag}: cannot read {path}: {cause}; {NO_DEEPSPEED}")
             return

@@ -174,6 +174,21 @@ def test_a_few_bytes_take_neither_memory_nor_time(tmp_path: Path, data: bytes) -
     assert len(ended.stderr) < 600
 
 
+CHOSEN = {  # keys of one hash, each of which a dict compares with all others
+    "a number of more than 60 bits": {number * (2**61 - 1): None for number in range(9)},
+    "more than 4,096 tuples as keys": {(number, number): None for number in range(4097)},
+}
+
+
+@pytest.mark.parametrize("what", CHOSEN)
+def test_keys_whose_hashes_can_be_chosen_are_refused(what: str) -> None:
+    for value in (CHOSEN[what], set(CHOSEN[what]), frozenset(CHOSEN[what])):
+        with pytest.raises(CheckFailed, match=what):
+            parsed(pickle.dumps(value, 4), ALLOWED, "here")
+    few = {2**60 - 1: 1, -5: 2, (1, "a"): 3}
+    assert parsed(pickle.dumps(few, 4), ALLOWED, "here") == few
+
+
 def test_shared_values_are_read_as_they_are_used() -> None:
     shared = b"\x80\x02]q\x00(" + b"K\x01" * 3 + b"e]q\x01(h\x00h\x00e."
     assert parsed(shared, ALLOWED, "here") == [[1, 1, 1], [1, 1, 1]]

@@ -102,6 +102,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ("llama", {"attention_bias": True}, r"attn.o_proj.bias: missing"),
     ("llama", {"hidden_size": "wide"}, "hidden_size must be a whole number above 0, got 'wide'"),
+    (
+        "llama",
+        {"max_position_embeddings": "many"},
+        "max_position_embeddings must be a whole number above 0, got 'many'",
+    ),
+    ("llama", {"max_position_embeddings": [64]}, "max_position_embeddings must be a whole number above 0"),
     ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, got nan"),
     ("gpt2", {"add_cross_attention": True}, "attention to another model's states"),
     ("gemma3_text", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),

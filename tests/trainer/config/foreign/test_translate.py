@@ -278,7 +278,7 @@ def test_the_keys_of_a_deepspeed_file_are_read(tmp_path: Path, capsys: pytest.Ca
     ]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "1"])
+@pytest.mark.parametrize("content", ["{", "[]", "1", pytest.param("[" * 100_000, id="nested")])
 def test_a_deepspeed_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "ds.json").write_text(content)
     assert "DeepSpeed does not run here" in refused(capsys, "run.toml", "--deepspeed", str(tmp_path / "ds.json"))[0]
