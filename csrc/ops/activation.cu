@@ -3,17 +3,13 @@
 // A thread reads a pack of 16 bytes of each operand, and keeps its place in the row while it walks down the rows. Both
 // kernels are bound by memory alone, so the exponential and the quotient of float are the fast ones, of a few units in
 // the last place. Rows that are not whole, aligned packs take one element at a time.
+#include "activation.cuh"
 #include "activation.h"
 #include "device.cuh"
 
 namespace {
 
-#include "activation_formulas.inc"
-
 constexpr int kThreads = 256;
-
-__device__ __forceinline__ float sigmoid(float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); }
-__device__ __forceinline__ double sigmoid(double z) { return 1.0 / (1.0 + exp(-z)); }
 
 // num_packs: of a row of y.
 template <class T, int kSize, class Activation>

@@ -25,6 +25,13 @@ struct Kernels {
   void (*activation_forward)(int dtype, int activation, const void* x, void* y, int64_t num_rows, int64_t num_cols);
   void (*activation_backward)(int dtype, int activation, const void* dy, const void* x, void* dx, void* y,
                               int64_t num_rows, int64_t num_cols);
+  // As the functions of ops.h, of all rows, and of tokens [begin, end).
+  void (*weighted_swiglu_forward)(int dtype, const void* x, const void* weights, void* y, int64_t num_rows,
+                                  int64_t num_cols);
+  void (*weighted_swiglu_backward)(int dtype, const void* dy, const void* x, const void* weights, void* dx,
+                                   void* dweights, void* y, int64_t num_rows, int64_t num_cols);
+  void (*combine_rows)(int dtype, const void* y, const int64_t* places, void* out, int64_t begin, int64_t end,
+                       int64_t num_cols, int64_t per_token);
   // Rows [begin, end).
   void (*cross_entropy_forward)(int dtype, const op_logits& logits, void* sums, int64_t begin, int64_t end);
   void (*cross_entropy_backward)(int dtype, const op_logits& logits, const void* factors, int64_t begin, int64_t end);

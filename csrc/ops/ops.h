@@ -15,7 +15,7 @@
 #define OP_API
 #endif
 
-enum op_dtype { OP_F64 = 0, OP_F32 = 1, OP_BF16 = 2 };
+enum op_dtype { OP_F64 = 0, OP_F32 = 1, OP_BF16 = 2, OP_I64 = 3 };  // the last of rows' experts alone
 enum { OP_BAD_ARGUMENT = -1 };
 enum op_simd { OP_SIMD_BASE = 0, OP_SIMD_AVX2 = 1, OP_SIMD_AVX512 = 2 };
 
@@ -110,6 +110,40 @@ OP_API int op_activation_forward_cuda(int dtype, int activation, const void* x, 
                                       int64_t num_cols, void* stream);
 OP_API int op_activation_backward_cuda(int dtype, int activation, const void* dy, const void* x, void* dx, void* y,
                                        int64_t num_rows, int64_t num_cols, void* stream);
+
+// Rows by expert: token t has `per_token` rows, t * per_token + k, each for one expert. `rows` [num_rows] takes their
+// numbers in the order of `experts` [num_rows], those of one expert in ascending order, and `counts` [num_experts] how
+// many each expert has. `partials` is scratch for op_sort_rows_partials[_cuda](num_rows) * num_experts int64. The first
+// argument is OP_I64. An expert outside [0, num_experts) is OP_BAD_ARGUMENT on the CPU; on CUDA its row has no place.
+OP_API int op_sort_rows(int dtype, const int64_t* experts, int64_t num_rows, int64_t num_experts, int64_t* rows,
+                        int64_t* counts, int64_t* partials, int num_threads);
+OP_API int64_t op_sort_rows_partials(int64_t num_rows);
+OP_API int op_sort_rows_cuda(int dtype, const int64_t* experts, int64_t num_rows, int64_t num_experts, int64_t* rows,
+                             int64_t* counts, int64_t* partials, void* stream);
+OP_API int64_t op_sort_rows_partials_cuda(int64_t num_rows);
+// out[i] [num_rows, num_cols] is the token of row rows[i]: x[rows[i] / per_token].
+OP_API int op_gather_rows(int dtype, const void* x, const int64_t* rows, void* out, int64_t num_rows, int64_t num_cols,
+                          int64_t per_token, int num_threads);
+OP_API int op_gather_rows_cuda(int dtype, const void* x, const int64_t* rows, void* out, int64_t num_rows,
+                               int64_t num_cols, int64_t per_token, void* stream);
+// out[t] [num_tokens, num_cols] is the sum of the token's rows, y[places of t * per_token + k] for k = 0, 1, ...: added
+// in this order in the arithmetic of the dtype, to 0, and rounded once. `places` [num_tokens * per_token] is scratch.
+// `rows` is a permutation, as op_sort_rows writes it. The bits are the same on CPU and CUDA.
+OP_API int op_combine_rows(int dtype, const void* y, const int64_t* rows, int64_t* places, void* out,
+                           int64_t num_tokens, int64_t num_cols, int64_t per_token, int num_threads);
+OP_API int op_combine_rows_cuda(int dtype, const void* y, const int64_t* rows, int64_t* places, void* out,
+                                int64_t num_tokens, int64_t num_cols, int64_t per_token, void* stream);
+// SwiGLU of packed rows as above, times the row's weight; `weights` [num_rows] are double for OP_F64, else float. The
+// backward writes the gradients of x and of the weights, and y again. `dx` may be x itself, `y` dy itself. The result of
+// a row depends on no other.
+OP_API int op_weighted_swiglu_forward(int dtype, const void* x, const void* weights, void* y, int64_t num_rows,
+                                      int64_t num_cols, int num_threads);
+OP_API int op_weighted_swiglu_backward(int dtype, const void* dy, const void* x, const void* weights, void* dx,
+                                       void* dweights, void* y, int64_t num_rows, int64_t num_cols, int num_threads);
+OP_API int op_weighted_swiglu_forward_cuda(int dtype, const void* x, const void* weights, void* y, int64_t num_rows,
+                                           int64_t num_cols, void* stream);
+OP_API int op_weighted_swiglu_backward_cuda(int dtype, const void* dy, const void* x, const void* weights, void* dx,
+                                            void* dweights, void* y, int64_t num_rows, int64_t num_cols, void* stream);
 
 // Which elements a dropout drops, and where x [num_samples, num_positions, num_features] is in the global tensor.
 // The mask of an element is a function of (seed, step, layer, site) and of its global sample, position and feature.

@@ -180,6 +180,37 @@ void of_ops(int dtype, const char* name) {
   print("op_normal", normal);
 }
 
+template <class T, class Number>
+void of_experts(int dtype, const char* name) {
+  std::printf("%s\n", name);
+  constexpr int64_t kRows = 13, kCols = 70;
+  const std::vector<T> x = made<T>(kRows * kCols), residual = made<T>(kRows * kCols);
+  constexpr int64_t kTokens = 4, kExperts = 3;  // of three rows each
+  std::vector<int64_t> experts(kTokens * 3), rows(experts.size()), counts(kExperts), places(experts.size());
+  for (int64_t& expert : experts) expert = static_cast<int64_t>(next() % kExperts);
+  std::vector<int64_t> starts(CALL(op_sort_rows_partials)(kTokens * 3) * kExperts);
+  check(CALL(op_sort_rows)(OP_I64, experts.data(), kTokens * 3, kExperts, rows.data(), counts.data(), starts.data(), 2),
+        "op_sort_rows");
+  print("op_sort_rows", rows);
+  std::vector<T> gathered(kTokens * 3 * kCols), combined(kTokens * kCols);
+  check(CALL(op_gather_rows)(dtype, x.data(), rows.data(), gathered.data(), kTokens * 3, kCols, 3, 2), "op_gather_rows");
+  print("op_gather_rows", gathered);
+  check(CALL(op_combine_rows)(dtype, x.data(), rows.data(), places.data(), combined.data(), kTokens, kCols, 3, 2),
+        "op_combine_rows");
+  print("op_combine_rows", combined);
+  const std::vector<Number> row_weights = made<Number>(kRows);
+  std::vector<Number> drow_weights(kRows);
+  std::vector<T> product(kRows * kCols / 2), dpacked(x.size());
+  check(CALL(op_weighted_swiglu_forward)(dtype, x.data(), row_weights.data(), product.data(), kRows, kCols / 2, 2),
+        "op_weighted_swiglu_forward");
+  print("op_weighted_swiglu_forward", product);
+  check(CALL(op_weighted_swiglu_backward)(dtype, residual.data(), x.data(), row_weights.data(), dpacked.data(),
+                                          drow_weights.data(), product.data(), kRows, kCols / 2, 2),
+        "op_weighted_swiglu_backward");
+  print("op_weighted_swiglu_backward", dpacked);
+  print("op_weighted_swiglu_backward.dweights", drow_weights);
+}
+
 template <class T>
 void of_adamw(int dtype) {
   constexpr int64_t kCount = 1003;
@@ -212,5 +243,8 @@ int main(int count, char** paths) {
   of_ops<uint16_t, float>(OP_BF16, "bf16");
   of_adamw<double>(OP_F64);
   of_adamw<float>(OP_F32);
+  of_experts<double, double>(OP_F64, "fp64");
+  of_experts<float, float>(OP_F32, "fp32");
+  of_experts<uint16_t, float>(OP_BF16, "bf16");
   return 0;
 }

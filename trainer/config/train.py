@@ -107,4 +107,5 @@ class OpsConfig:
     rope: Literal["csrc", "compile", "torch"] = option("csrc", "rotary positions, with RMSNorm of heads before them")
     activation: Literal["csrc", "compile", "torch"] = option("csrc", "SwiGLU and GELU")
     cross_entropy: Literal["csrc", "compile", "torch"] = option("csrc", "the loss of a token and its gradient")
+    experts: Literal["csrc", "torch"] = option("csrc", "rows of experts: their order, weighted SwiGLU, sums of tokens")
     adamw: Literal["csrc", "torch", "apex"] = option("csrc", "the update; torch is its fused AdamW, apex FusedAdam's")

@@ -22,11 +22,17 @@ class MoE:
     """
 
     def __init__(self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, choices: OpChoices) -> None:
+        self.choices = choices
         self.num_experts, self.k = model.num_experts, model.experts_per_token
-        self.experts, self.router = ExpertParallel(tensor), Router(model, unit, f"{prefix}.router")
+        self.parallel, self.router = ExpertParallel(tensor), Router(model, unit, f"{prefix}.router")
         self.up = GroupedGemm(unit.weight(*(f"{prefix}.experts.{name}.weight" for name in ("gate", "up"))), 2)
         self.down = GroupedGemm(unit.weight(f"{prefix}.experts.down.weight"))
         self.shared = MLP(model, unit, f"{prefix}.shared", tensor, choices) if model.num_shared_experts else None
+
+    @property
+    def experts(self) -> ExpertParallel:
+        """Return the ops of experts in the form that is chosen by now."""
+        return self.parallel.in_form(self.choices.forms.experts)
 
     def widen(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         """Return the packed gate|up of all rows, the experts' weights, the rows' numbers and ends; the shared ones'."""

@@ -7,11 +7,93 @@ beforehand: nothing waits for a count. The weight of an expert is multiplied in 
 then not needed in the backward.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.errors import UserError
+from trainer.ops import native
 from trainer.ops.dtypes import wide_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """The ops of this file in one form: csrc, the native kernels, or torch, the functions below.
+
+    Orders and sums of rows have the same bits in both, and on CPU and CUDA.
+    """
+
+    form: str = "csrc"
+
+    def sort(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        """Return what `sort_rows` does."""
+        if self.form != "csrc":
+            return sort_rows(experts_TK, num_experts)
+        experts_TK = experts_TK.contiguous()
+        rows_R, counts_E = experts_TK.new_empty(experts_TK.numel()), experts_TK.new_empty(num_experts)
+        partials = experts_TK.new_empty(native.partials("sort_rows", experts_TK, len(rows_R)) * num_experts)
+        sizes, results = (len(rows_R), num_experts), (rows_R, counts_E, partials)
+        native.call("sort_rows", experts_TK, experts_TK.data_ptr(), *sizes, *map(native.pointer, results))
+        return rows_R, counts_E
+
+    def gather(self, x_TD: Tensor, rows_R: Tensor, k: int) -> Tensor:
+        """Return what `gather_rows` does."""
+        if self.form != "csrc":
+            return gather_rows(x_TD, rows_R, k)
+        x_TD = x_TD.contiguous()
+        out_RD = x_TD.new_empty(len(rows_R), x_TD.shape[1])
+        native.call("gather_rows", x_TD, *map(native.pointer, (x_TD, rows_R, out_RD)), *out_RD.shape, k)
+        return out_RD
+
+    def weighted_swiglu(self, packed_R2F: Tensor, weights_R: Tensor) -> Tensor:
+        """Return what `weighted_swiglu` does."""
+        if self.form != "csrc":
+            return weighted_swiglu(packed_R2F, weights_R)
+        act_RF = packed_R2F.new_empty(len(packed_R2F), _columns(packed_R2F, weights_R))
+        tensors = (packed_R2F, weights_R, act_RF)
+        native.call("weighted_swiglu_forward", packed_R2F, *map(native.pointer, tensors), *act_RF.shape)
+        return act_RF
+
+    def weighted_swiglu_backward(
+        self, dact_RF: Tensor, packed_R2F: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `weighted_swiglu_backward` does; as csrc in the memory of the packed rows and of `dact`."""
+        if self.form != "csrc":
+            return weighted_swiglu_backward(dact_RF, packed_R2F, weights_R)
+        dact_RF, dweights_R = dact_RF.contiguous(), torch.empty_like(weights_R)
+        num_columns = _columns(packed_R2F, weights_R)
+        tensors = (dact_RF, packed_R2F, weights_R, packed_R2F, dweights_R, dact_RF)
+        sizes = (len(packed_R2F), num_columns)
+        native.call("weighted_swiglu_backward", packed_R2F, *map(native.pointer, tensors), *sizes)
+        return packed_R2F, dweights_R, dact_RF
+
+    def combine(self, y_RD: Tensor, rows_R: Tensor, num_tokens: int, k: int) -> Tensor:
+        """Return what `combine` does."""
+        if self.form != "csrc":
+            return combine(y_RD, rows_R, num_tokens, k)
+        y_RD = y_RD.contiguous()
+        out_TD, places_R = y_RD.new_empty(num_tokens, y_RD.shape[1]), torch.empty_like(rows_R)
+        tensors = (y_RD, rows_R, places_R, out_TD)
+        native.call("combine_rows", y_RD, *map(native.pointer, tensors), *out_TD.shape, k)
+        return out_TD
+
+
+NATIVE = ExpertRows()
+
+
+def _columns(packed_R2F: Tensor, weights_R: Tensor) -> int:
+    """Return F; UserError for rows that are not dense, or weights of another number or dtype than theirs."""
+    is_dense = packed_R2F.dim() == 2 and packed_R2F.shape[1] % 2 == 0 and packed_R2F.is_contiguous()
+    is_weight = weights_R.shape == packed_R2F.shape[:1] and weights_R.dtype == wide_dtype(packed_R2F.dtype)
+    if not is_dense or not is_weight or not weights_R.is_contiguous():
+        packed = f"packed {list(packed_R2F.shape)} with strides {list(packed_R2F.stride())}"
+        weights = f"weights {list(weights_R.shape)} of {weights_R.dtype}"
+        raise UserError(
+            f"weighted_swiglu: {packed}, {weights}: rows must be dense, with a weight each in the wide dtype"
+        )
+    return packed_R2F.shape[1] // 2
 
 
 def sort_rows(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -20,6 +102,11 @@ def sort_rows(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     numbers_E = torch.arange(num_experts, dtype=sorted_R.dtype, device=sorted_R.device)
     ends_E = torch.searchsorted(sorted_R, numbers_E, right=True)
     return rows_R, ends_E.diff(prepend=ends_E.new_zeros(1))
+
+
+def gather_rows(x_TD: Tensor, rows_R: Tensor, k: int) -> Tensor:
+    """Return the tokens of rows, [R, D]."""
+    return x_TD.index_select(0, rows_R // k)
 
 
 def weighted_swiglu(packed_R2F: Tensor, weights_R: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from threefold.errors import UserError
 from threefold.native import DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library, rebuild
 
 DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
+_INTEGER_CODES = {torch.int64: 3}  # of the ops in _OF_INTEGERS
 MIN_CAPABILITY = (8, 0)  # CMakeLists.txt: the oldest GPU that the kernels are built for
 SIMD_NAMES = ("base", "avx2", "avx512")
 # csrc/ops/ops.h explains them. Arguments between the dtype and, at the end, threads on the CPU or a stream on CUDA:
@@ -29,10 +30,16 @@ _OPS: dict[str, tuple[Any, ...]] = {
     "squared_norms": (POINTER, INT64, POINTER, INT64, POINTER, POINTER),
     "activation_forward": (INT, POINTER, POINTER, INT64, INT64),
     "activation_backward": (INT, *[POINTER] * 4, INT64, INT64),
+    "sort_rows": (POINTER, INT64, INT64, *[POINTER] * 3),
+    "gather_rows": (POINTER, POINTER, POINTER, INT64, INT64, INT64),
+    "combine_rows": (*[POINTER] * 4, INT64, INT64, INT64),
+    "weighted_swiglu_forward": (*[POINTER] * 3, INT64, INT64),
+    "weighted_swiglu_backward": (*[POINTER] * 6, INT64, INT64),
     "dropout": (POINTER, POINTER, INT64, INT64, INT64, POINTER),
     "normal": (POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE),
 }
-_SIZES = {"add_norm_partials": INT64, "rope_partials": POINTER}  # of scratch memory
+_OF_INTEGERS = ("sort_rows",)
+_SIZES = {"add_norm_partials": INT64, "rope_partials": POINTER, "sort_rows_partials": INT64}  # of scratch memory
 PROTOTYPES: Prototypes = {
     "op_error_text": (TEXT, INT),
     "op_has_cuda": (INT,),
@@ -124,9 +131,11 @@ def dtype_code(op: str, tensor: torch.Tensor) -> int:
             f"{op} on {tensor.device}: the native library was built without CUDA",
             hint="put nvcc on PATH and run: pip install -e .",
         )
-    if tensor.dtype not in DTYPE_CODES:
-        raise UserError(f"{op} takes float64, float32 or bfloat16, not {tensor.dtype}")
-    return DTYPE_CODES[tensor.dtype]
+    codes = _INTEGER_CODES if op in _OF_INTEGERS else DTYPE_CODES
+    if tensor.dtype not in codes:
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in codes)
+        raise UserError(f"{op} takes {', '.join(names)}{' or ' if names else ''}{last}, not {tensor.dtype}")
+    return codes[tensor.dtype]
 
 
 def _function(name: str) -> Any:

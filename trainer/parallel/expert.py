@@ -5,14 +5,14 @@ of the group, [S], which are gathered if tokens are cut. What the ranks return a
 transfer is the other one: gradients of inputs are summed, those of results are gathered.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.linear.grouped import GroupedGemm
-from trainer.ops.experts import combine, sort_rows, weighted_swiglu, weighted_swiglu_backward
+from trainer.ops.experts import NATIVE, ExpertRows
 from trainer.parallel.tensor import TensorParallel
 
 
@@ -21,6 +21,11 @@ class ExpertParallel:
     """The ranks that work on the same tokens' experts: T tokens of this rank, S of all, K experts of a token."""
 
     tensor: TensorParallel
+    ops: ExpertRows = NATIVE
+
+    def in_form(self, form: str) -> "ExpertParallel":
+        """Return the same with the ops of rows in another form."""
+        return self if form == self.ops.form else replace(self, ops=ExpertRows(form))
 
     def gather(self, x_TC: Tensor) -> Tensor:
         """Return something of the tokens of all ranks, [S, C]; nothing travels if each rank has all tokens."""
@@ -33,7 +38,7 @@ class ExpertParallel:
 
     def rows(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         """Return the numbers of all tokens' rows in the order of experts, and where those of each expert end."""
-        rows_R, counts_E = sort_rows(self.gather(experts_TK), num_experts)
+        rows_R, counts_E = self.ops.sort(self.gather(experts_TK), num_experts)
         return rows_R, counts_E.cumsum(0).int()
 
     def widen(self, x_TD: Tensor, up: GroupedGemm, rows_R: Tensor, ends_E: Tensor, k: int) -> Tensor:
@@ -55,7 +60,7 @@ class _Widen(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TD, rows_R, ends_E)
         ctx.experts, ctx.up, ctx.k, ctx.epoch = experts, up, k, up.weight.epoch
-        return up.forward(experts.gather(x_TD).index_select(0, rows_R // k), ends_E)
+        return up.forward(experts.ops.gather(experts.gather(x_TD), rows_R, k), ends_E)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -65,8 +70,8 @@ class _Widen(torch.autograd.Function):
         up.weight.check(ctx.epoch)
         x_SD = experts.gather(x_TD)
         dx_RD = up.dgrad(dpacked_R2F, ends_E)
-        dx_TD = experts.sum(combine(dx_RD, rows_R, len(x_SD), k))
-        up.wgrad(lambda: (dpacked_R2F, x_SD.index_select(0, rows_R // k)), ends_E)
+        dx_TD = experts.sum(experts.ops.combine(dx_RD, rows_R, len(x_SD), k))
+        up.wgrad(lambda: (dpacked_R2F, experts.ops.gather(x_SD, rows_R, k)), ends_E)
         return dx_TD, None, None, None, None, None
 
 
@@ -85,8 +90,8 @@ class _Narrow(torch.autograd.Function):
         weights_R = weights_SK.flatten().index_select(0, rows_R)
         ctx.save_for_backward(packed_R2F, weights_R, rows_R, ends_E)
         ctx.experts, ctx.down, ctx.shape, ctx.epoch = experts, down, weights_SK.shape, down.weight.epoch
-        y_RD = down.forward(weighted_swiglu(packed_R2F, weights_R), ends_E)
-        return experts.sum(combine(y_RD, rows_R, *weights_SK.shape))
+        y_RD = down.forward(experts.ops.weighted_swiglu(packed_R2F, weights_R), ends_E)
+        return experts.sum(experts.ops.combine(y_RD, rows_R, *weights_SK.shape))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -95,8 +100,8 @@ class _Narrow(torch.autograd.Function):
         experts, down, (_, k) = ctx.experts, ctx.down, ctx.shape
         down.weight.check(ctx.epoch)
         dout_SD = experts.gather(dout_TD.contiguous())
-        dact_RF = down.dgrad(dout_SD.index_select(0, rows_R // k), ends_E)
-        dpacked_R2F, dweights_R, act_RF = weighted_swiglu_backward(dact_RF, packed_R2F, weights_R)
-        down.wgrad(lambda: (dout_SD.index_select(0, rows_R // k), act_RF), ends_E)
+        dact_RF = down.dgrad(experts.ops.gather(dout_SD, rows_R, k), ends_E)
+        dpacked_R2F, dweights_R, act_RF = experts.ops.weighted_swiglu_backward(dact_RF, packed_R2F, weights_R)
+        down.wgrad(lambda: (experts.ops.gather(dout_SD, rows_R, k), act_RF), ends_E)
         dweights_SK = dweights_R.new_zeros(ctx.shape.numel()).scatter_(0, rows_R, dweights_R).view(ctx.shape)
         return dpacked_R2F, experts.sum(dweights_SK), None, None, None, None

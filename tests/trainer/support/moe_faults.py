@@ -16,7 +16,7 @@ from trainer import engine
 from trainer.linear import grouped
 from trainer.model import router
 from trainer.model.moe import MoE
-from trainer.parallel import expert
+from trainer.ops.experts import ExpertRows
 from trainer.parallel.expert import ExpertParallel
 
 EXPERTS: dict[str, Any] = {  # of the model that faults are planted in: some have no token in a micro-batch
@@ -49,8 +49,15 @@ def higher_numbers_first(real: Any, scores_TE: torch.Tensor, k: int) -> torch.Te
     return scores_TE.shape[1] - 1 - real(scores_TE.flip(1), k)
 
 
-def only_the_first(real: Any, y_RD: torch.Tensor, rows_R: torch.Tensor, num_tokens: int, k: int) -> torch.Tensor:
-    return real(y_RD * (rows_R % k < k - 1).unsqueeze(1), rows_R, num_tokens, k)
+def only_the_first(
+    real: Any, self: ExpertRows, y_RD: torch.Tensor, rows_R: torch.Tensor, num_tokens: int, k: int
+) -> torch.Tensor:
+    return real(self, y_RD * (rows_R % k < k - 1).unsqueeze(1), rows_R, num_tokens, k)
+
+
+def of_other_rows(real: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    *gradients, act_RF = real(*inputs)
+    return *(part.roll(1, 0) for part in gradients), act_RF
 
 
 def beyond_the_mean(real: Any, self: MoE, *inputs: torch.Tensor) -> torch.Tensor:
@@ -109,7 +116,7 @@ MOE_FAULTS = [
     Fault(
         "the weights of a token's experts count twice",
         None,
-        wrapping(expert, "weighted_swiglu", lambda real, packed, weights: real(packed, weights * weights)),
+        wrapping(ExpertRows, "weighted_swiglu", lambda real, self, packed, weights: real(self, packed, weights**2)),
         **WHOLE,
     ),
     Fault("each expert's rows end one later", None, wrapping(ExpertParallel, "rows", moved_by_one), **WHOLE),
@@ -122,7 +129,7 @@ MOE_FAULTS = [
     Fault(
         "equal scores go to higher numbers", None, wrapping(router, "best", higher_numbers_first), shows=compare_ties
     ),
-    Fault("a token's last expert is not added", None, wrapping(expert, "combine", only_the_first), **WHOLE),
+    Fault("a token's last expert is not added", None, wrapping(ExpertRows, "combine", only_the_first), **WHOLE),
     Fault("rows of an expert beyond the mean are dropped", None, wrapping(MoE, "narrow", beyond_the_mean), **WHOLE),
     Fault(
         "the sum that scores are divided by has no gradient", None, wrapping(router, "weights", detached_sum), **WHOLE
@@ -131,9 +138,9 @@ MOE_FAULTS = [
         "gradients of rows are written where other rows were",
         None,
         wrapping(
-            expert,
+            ExpertRows,
             "weighted_swiglu_backward",
-            lambda real, *inputs: (*(part.roll(1, 0) for part in real(*inputs)[:2]), real(*inputs)[2]),
+            of_other_rows,
         ),
         **WHOLE,
     ),
