@@ -5,12 +5,14 @@ without rows, with rows 0-1 and with rows 2-4. Several parameters of E matrices 
 their outputs are the columns of one tensor, and the gradient of x is the sum of theirs.
 
 On GPUs products of bf16 are torch's grouped ones, which round to bf16. So gradients of the matrices, which are added in
-the wide dtype, are a loop over matrices, as are products of other dtypes, and on CPUs all. It reads the ends: on a GPU
-the host waits for them.
+fp32, are a Triton kernel. Without triton, of other dtypes and on CPUs products are a loop over matrices. It reads the
+ends: on a GPU the host waits for them.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -71,6 +73,11 @@ class GroupedGemm:
 
 def add_products(out_GNK: Tensor, dy_RC: Tensor, x_RK: Tensor, ends_E: Tensor, num_parts: int, *, first: bool) -> None:
     """Add dy^T x of each matrix's rows to `out`, [P E, N, K], or write it there: zero for one without rows."""
+    if has_triton(out_GNK):
+        from trainer.linear import grouped_triton  # which needs triton
+
+        grouped_triton.add_products(out_GNK, dy_RC, x_RK, ends_E, first=first)
+        return
     size = out_GNK.shape[1]
     for number, rows in runs_of(ends_E):
         for out_ENK, dy_RN in zip(out_GNK.chunk(num_parts), dy_RC[rows].split(size, 1), strict=True):
@@ -78,6 +85,16 @@ def add_products(out_GNK: Tensor, dy_RC: Tensor, x_RK: Tensor, ends_E: Tensor, n
                 add_product(out_ENK[number], dy_RN, x_RK[rows], first=first)
             elif first:
                 out_ENK[number].zero_()
+
+
+def has_triton(out_GNK: Tensor) -> bool:
+    """Return whether gradients of such a dtype are a kernel there that reads the ends on the device."""
+    return out_GNK.is_cuda and out_GNK.dtype == torch.float32 and _is_installed("triton")
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def has_library(x_RK: Tensor) -> bool:
