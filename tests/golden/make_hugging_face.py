@@ -29,6 +29,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_f
           "original_max_position_embeddings": 32}  # fmt: skip
 GPT2 = {"vocab_size": 31, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1,
         "eos_token_id": 2}  # fmt: skip
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 MODELS = {
     "llama": ("llama", SHAPE | {"rope_parameters": LLAMA3}),
     "llama-linear": ("llama", SHAPE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0},
@@ -37,6 +38,9 @@ MODELS = {
     "qwen2": ("qwen2", SHAPE | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", SHAPE | {"head_dim": 8}),
     "gpt2": ("gpt2", GPT2),
+    "mixtral": ("mixtral", SHAPE | EXPERTS),
+    "qwen3-moe": ("qwen3_moe", SHAPE | EXPERTS | {"num_hidden_layers": 3, "mlp_only_layers": [0], "head_dim": 8,
+                                                  "moe_intermediate_size": 12, "norm_topk_prob": False}),
 }  # fmt: skip
 
 

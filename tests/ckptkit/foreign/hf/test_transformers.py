@@ -55,7 +55,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", SHAPE | {"rope_parameters": YARN}),
     "llama-attention-bias": ("llama", SHAPE | {"attention_bias": True}),
 }
-TRAINED = ("phi3", "mistral", "mistral-all", "ministral", "qwen3-second", "qwen2-slides", "qwen2-window")
+TRAINED = (
+    "phi3",
+    "mistral",
+    "mistral-all",
+    "ministral",
+    "qwen3-second",
+    "qwen2-slides",
+    "qwen2-window",
+    "mixtral",
+    "mixtral-slides",
+    "qwen3-moe",
+    "qwen3-moe-some",
+    "qwen3-moe-first",
+)
 TOKENS = torch.randint(3, 31, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
