@@ -262,3 +262,18 @@ def test_helpers_of_tests_check_under_python_o_too() -> None:
     ]
     assert not bare
     assert len(helpers) > 10
+
+
+def test_no_assertion_of_a_kit_takes_what_python_o_would_leave() -> None:
+    """`python -O` leaves assertions out, and the calls in them."""
+    takes = {"receive", "pop", "popleft", "popitem", "acquire", "release", "wait", "send", "add", "append", "remove"}
+    taking = [
+        f"{place(path)} line {node.lineno}"
+        for kit in KITS
+        for path in sources(kit)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Assert)
+        for call in ast.walk(node.test)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in takes
+    ]
+    assert not taking

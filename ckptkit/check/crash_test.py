@@ -207,7 +207,8 @@ def _races(place: Storage, num_races: int) -> str:
     with _Child(Order(place.address, "first")) as first, _Child(Order(place.address, "second")) as second:
         racers = {b"first": first, b"second": second}
         for racer in racers.values():
-            assert racer.receive() == READY, "a racer says so once"
+            word = racer.receive()
+            assert word == READY, f"a racer said {word!r}, not that it is ready"
         for number in range(num_races):
             line = f"race-{number} {time.monotonic() + HEAD_START_S}\n"
             for racer in racers.values():

@@ -73,9 +73,18 @@ def test_what_8_ranks_saved_of_a_quarter_of_its_widths_moves_in_little_memory(tm
             for piece in planned
         ]
         save(
-            source, 1, pieces, tensors=tensors, layout=ParallelLayout(dp=8), num_layers=32, metadata={},
-            rank=rank, world_size=8, attempt="simulated", awaits_commit=False,
-        )  # fmt: skip
+            source,
+            1,
+            pieces,
+            tensors=tensors,
+            layout=ParallelLayout(dp=8),
+            num_layers=32,
+            metadata={},
+            rank=rank,
+            world_size=8,
+            attempt="simulated",
+            awaits_commit=False,
+        )
     report, rss_bytes = ckptkit("reshard", source, target, "--tp", "4", "--pp", "2")
     share_bytes = sum(info.size_bytes for info in tensors) // 8
     print(f"{report['seconds']:.1f} s, share {share_bytes >> 20} MiB, RSS {rss_bytes >> 20} MiB")
