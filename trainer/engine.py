@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ckptkit import rank_stages
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, gathers_keys, keeps_gathered, schedule_of, settled
+from trainer.config.resolve import cuts_tokens, gathers_keys, schedule_of, settled
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
+from trainer.model.balance import Balance
 from trainer.model.chunk import Chunk
 from trainer.model.microbatch import Batch, DropoutKey, MicroBatch, Scale
 from trainer.model.op_choices import choose_attention, first_choices
@@ -27,7 +28,7 @@ from trainer.pipeline.schedules import rank_actions
 from trainer.store.bucket import StoreOptions
 from trainer.store.lr import learning_rate
 from trainer.store.store import ParameterStore
-from trainer.verdict import PendingStats, StepStats, Verdict
+from trainer.verdict import Outcome, PendingStats, StepStats, Verdict
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -43,21 +44,17 @@ class Engine:
         self.dtype = DTYPES[config.train.precision]
         self.table = parameter_table(config)
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)
-        parallel = self.config.parallel
-        self.moments = torch.bfloat16 if config.optim.moments == "bf16" else wide_dtype(self.dtype)
-        summed = torch.bfloat16 if config.parallel.grad_reduce == "bf16" else wide_dtype(self.dtype)
-        options = StoreOptions(
-            self.dtype, self.moments, summed, parallel.bucket_mib << 20, zero_stage=parallel.zero_stage,
-            whole_bytes=parallel.zero_whole_kib << 10, keeps_gathered=keeps_gathered(config),
-            with_optimizer=with_optimizer, splits_master=config.optim.master == "split",
-            overlaps_reduce=parallel.overlap_grad_reduce, overlaps_gather=parallel.overlap_param_gather,
-        )  # fmt: skip
-        self.store = ParameterStore(self.table, runs, mesh, options)
+        options = StoreOptions.of(config, self.dtype, with_optimizer=with_optimizer)
+        self.moments, self.store = options.moments, ParameterStore(self.table, runs, mesh, options)
         self.verdict = Verdict(mesh.device, config.optim.clip)
         self.choices = first_choices(config, mesh, self.dtype)
+        self.balance = Balance(config, mesh, wide_dtype(self.dtype))
+        if mesh.layout.ep > 1:
+            limit = self.balance.limit
+            self.verdict.causes.append(lambda loss, norm: limit.is_exceeded(mesh.world) * Outcome.REPEATED)
         self.context = ContextParallel(mesh.cp, gathers_keys(config))
         self.chunks = {
-            stage: Chunk(config, self.store, mesh, self.choices, stage)
+            stage: Chunk(config, self.store, mesh, self.choices, self.balance, stage)
             for stage in rank_stages(mesh.layout, mesh.coords.pp)
         }
         self._shape_TD = 0, config.model.hidden_size  # of what stages hand over, of the micro-batches in work
@@ -95,6 +92,7 @@ class Engine:
         num_tokens = cache(counting.wait)  # by the first loss: it is behind the gathers, which the forward is beside
         scale = cache(lambda: (1 / num_tokens().clamp(min=1)).to(wide_dtype(self.dtype)))
         self.store.begin_step()
+        self.balance.begin_step(step)
         loss = self._run(
             schedule_of(self.config),
             self._microbatches(step, batch, scale=scale),
@@ -103,14 +101,17 @@ class Engine:
         squares = self.store.finish_reduce()
         # each tensor-parallel rank of the last stage has its data-parallel share of the loss
         share = loss if mesh.coords.tp == 0 else torch.zeros_like(loss)
-        sums = mesh.world.all_reduce(torch.cat([share.view(1), squares]))
-        factor = self.verdict.judge(step + 1, sums[0], sums[1:], num_tokens())
+        parts = share.view(1), squares, self.balance.counts_LE.flatten()
+        sums = mesh.world.all_reduce(torch.cat(parts)).split([len(part) for part in parts])
+        factor = self.verdict.judge(step + 1, sums[0][0], sums[1], num_tokens())
         before_update()
-        lr = learning_rate(optim, step)
-        form = self.choices.forms.adamw
+        self.balance.update(sums[2], self.verdict.is_void)
+        lr, form = learning_rate(optim, step), self.choices.forms.adamw
         updates, late = step - self.verdict.known_voids, self.verdict.late_voids()
         self.store.update(optim, lr, updates, factor=factor, is_bad=self.verdict.is_void, late=late, form=form)
-        return PendingStats(self.verdict.numbers, lr, mesh.clock.take(), self.verdict.noting())
+        return PendingStats(
+            torch.cat([self.verdict.numbers, self.balance.loads]), lr, mesh.clock.take(), self.verdict.noting()
+        )
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch) -> tuple[float, float]:

@@ -8,6 +8,7 @@ changes none either, and the run goes on: with the next batch, or with the same 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,13 @@ class StepStats:
     bubble_s: float  # waits for pipeline neighbours
     outcome: Outcome = Outcome.COUNTS
     voids: int = 0  # steps until then that the run went on after
+    loads: tuple[float, ...] = ()  # of experts and their ranks: see `Balance`
+
+    @property
+    def of_experts(self) -> dict[str, Any]:
+        """Return the fields of a step's line that are of experts, if there are any."""
+        names = ("expert_load", "idle_experts", "rank_load", "rank_rows")
+        return dict(zip(names, self.loads))
 
 
 class PendingStats:
@@ -56,7 +64,7 @@ class PendingStats:
         waits: Callable[[], dict[str, float]],
         note: Callable[[int], None] = lambda voids: None,
     ) -> None:
-        """Begin to copy the numbers of a Verdict.
+        """Begin to copy the numbers of a Verdict, and loads of experts behind them.
 
         `waits` returns the waits of the step once it is done; `note` takes the voids that are read.
         """
@@ -67,7 +75,7 @@ class PendingStats:
     def read(self) -> StepStats:
         """Wait for the step; raise UserError if it, or one before it, is bad."""
         self.ended.wait()
-        step, loss, norm, num_tokens, outcome, voids = self._numbers.tolist()
+        step, loss, norm, num_tokens, outcome, voids, *loads = self._numbers.tolist()
         if outcome == Outcome.BAD:
             raise UserError(
                 f"step {int(step)}: the loss is {loss}, the gradient norm {norm}",
@@ -80,8 +88,9 @@ class PendingStats:
         waited = {"comm_s": sum(comms), "comm_tp_s": tp_s, "comm_cp_s": cp_s, "comm_dp_s": dp_s}
         outcome, bubble_s = Outcome(int(outcome)), waits.get("bubble", 0.0)
         return StepStats(
-            loss, norm, self._lr, int(num_tokens), **waited, bubble_s=bubble_s, outcome=outcome, voids=int(voids)
-        )
+            loss, norm, self._lr, int(num_tokens), **waited, bubble_s=bubble_s, outcome=outcome, voids=int(voids),
+            loads=tuple(loads),
+        )  # fmt: skip
 
 
 class Verdict:

@@ -14,7 +14,7 @@ from tests.trainer.support.faults import DP, FAULTS, GROUPS, PP, TP, Fault
 from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.holder_faults import HOLDER_FAULTS
 from tests.trainer.support.lease_faults import LEASE_FAULTS
-from tests.trainer.support.moe_faults import EXPERTS, MOE_FAULTS
+from tests.trainer.support.moe_faults import EP, EP_OF_TP, EXPERTS, MOE_FAULTS
 from tests.trainer.support.nest_faults import DP4, NEST_FAULTS
 from tests.trainer.support.parity import (
     LOSSES_WITHIN,
@@ -64,6 +64,7 @@ def config_of(fault: Fault) -> Config:
         model=replace(MODEL, **fault.model),
         parallel=ParallelConfig(
             tp=layout.tp, cp=layout.cp, cp_method=fault.cp_method, pp=layout.pp, dp=layout.dp,  # type: ignore[arg-type]
+            ep=layout.ep, etp="1" if layout.etp else "tp", moe_rows=2.0,
             virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
             schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
             zero_whole_kib=0, dp_shard=fault.dp_shard, sequence_parallel="on" if fault.cuts_tokens else "off",
@@ -108,7 +109,7 @@ def compare(fault: Fault) -> None:
         fault.shows()
     elif fault.layout is None:
         compare_plain(config_of(fault))
-    elif fault.layout.ep > 1:
+    elif fault.layout.ep > 1 and not fault.model:
         compare_experts(fault.layout)
     else:
         compare_layout(config_of(fault), fault.layout)
@@ -222,11 +223,22 @@ def test_without_a_fault_experts_pass(layout: str) -> None:
     compare_experts(ParallelLayout.parse(layout))
 
 
+@pytest.mark.parametrize("way", ["bias", "aux", "seq_aux"])
+def test_balanced_mixtures_are_those_of_plain_torch(way: str) -> None:
+    more = {"moe_balance": way, "moe_z_loss": 0.1} | ({"moe_bias_rate": 0.1} if way == "bias" else {})
+    compare(Fault("none", None, lambda patch: None, model=EXPERTS | more, micro_batch_size=1))
+
+
 @pytest.mark.parametrize("layout", [None, TP], ids=str)
 @pytest.mark.parametrize("more", [{}, {"router_score": "sigmoid", "router_norm_topk": False, "moe_every": 2}])
 @pytest.mark.parametrize("cuts_tokens", [False, True])
 def test_without_a_fault_mixtures_pass(layout: ParallelLayout | None, more: dict[str, Any], cuts_tokens: bool) -> None:
     compare(Fault("none", layout, lambda patch: None, model=EXPERTS | more, cuts_tokens=cuts_tokens))
+
+
+@pytest.mark.parametrize("layout", [EP, EP_OF_TP], ids=str)
+def test_mixtures_cut_by_experts_pass(layout: ParallelLayout) -> None:
+    compare(Fault("none", layout, lambda patch: None, model=EXPERTS, cuts_tokens=layout.tp > 1))
 
 
 def test_faults_have_names_of_their_own() -> None:

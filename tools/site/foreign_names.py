@@ -35,6 +35,7 @@ FUNCTIONS = {
     "layers_per_virtual_stage": "`parallel.virtual_stages`, by layers and `parallel.pp`",
     "replicas": "`parallel.dp_shard`, by the ranks of dp; with a shard degree `parallel.dp`",
     "optimizer_instances": "`parallel.dp_shard`, by the ranks of dp, with stages 2 and 3",
+    "expert_width": "`parallel.etp`: 1 with ep, or the ranks of tp",
     "recompute_modules": "`train.recompute_modules`: layernorm is norms, core_attn never kept",
     "selective": "`train.recompute` = selective with modules that are kept here",
     "uniform": "`train.recompute_num_layers` = 0, of units of one layer",

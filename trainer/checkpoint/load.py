@@ -49,6 +49,7 @@ def restore_step(engine: Engine, run: Run | HfFolder, step: int, exchange: Excha
         on_all(exchange or Alone(), lambda: refuse_another_model(engine, root, reader.url))
         is_whole = engine.with_optimizer and has_optimizer(root)
         pieces = restored_pieces(engine.store, root.tensors, with_moments=is_whole)
+        pieces += [piece for piece in engine.balance.pieces() if piece.name in root.tensors]  # else zeros, as at first
         tensors = expected_tensors(engine, root, with_moments=is_whole)
         if is_whole:
             restore_from(reader, pieces, tensors=tensors)
@@ -78,6 +79,7 @@ def expected_tensors(engine: Engine, root: Root, *, with_moments: bool) -> list[
     """
     prefix = MASTER if MASTER + "embed.weight" in root.tensors else ""
     infos = [info for name, info in root.tensors.items() if name.startswith(FILES)]
+    infos += [info for info in engine.balance.tensors if info.name in root.tensors]
     for info in tensor_table(engine.table, engine.dtype, engine.moments):
         name = info.name.removeprefix(MASTER)
         if name in engine.table:
@@ -125,15 +127,18 @@ def refuse_another_model(engine: Engine, root: Root, where: str) -> None:
         for name in UNSEEN_IN_SHAPES
         if name in changed
     ]
+    biases = {info.name for info in engine.balance.tensors}
     for name, info in root.tensors.items():
         row = engine.table.get(name.removeprefix(MASTER))
-        is_parameter = not name.removeprefix(MASTER).startswith(("optim.", FILES))
+        is_parameter = not name.removeprefix(MASTER).startswith(("optim.", FILES)) and name not in biases
         if is_parameter and (row is None or (row.placement.tied_to and not info.placement.tied_to)):
             faults.append(f"{name}: {info.dtype} {list(info.shape)}, which the configured model does not have")
     misfits = list(shape_misfits(engine, root)) if changed else []
     if faults or misfits:
         settings = f" {', '.join(changed.values())}" if misfits else ""
         hint = f"train it as it is, or another with --save NEW; ckptkit inspect {quoted(where)} shows it"
+        if "num_experts" in changed:
+            hint += f"; ckptkit reshard {quoted(where)} NEW --map FILE adds experts by its rules [[grow]]"
         raise UserError(f"{where} is of another model:{settings}{listed([*faults, *misfits])}", hint=hint)
 
 

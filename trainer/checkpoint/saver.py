@@ -50,8 +50,8 @@ class Saver:
         may_overlap = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
         self._overlaps = may_overlap and config.optim.master == "wide"
         # views of memory that the run keeps: made once, so that a save compares no structure again
-        self._pieces = saved_pieces(engine.store)
-        self._tensors = tensor_table(engine.table, engine.dtype, engine.moments)
+        self._pieces = [*saved_pieces(engine.store), *engine.balance.saved_pieces()]
+        self._tensors = [*tensor_table(engine.table, engine.dtype, engine.moments), *engine.balance.tensors]
         self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
         node = tiers.node if tiers is not None else None
         self._leads = ranks.rank == (node.first_writer if node else 0)

@@ -32,6 +32,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *stage_faults(config),
         *recompute_faults(config),
         *layout_faults(config, world_size),
+        *expert_cut_faults(config, world_size),
         *shard_faults(config, world_size),
         *data_faults(config),
         *unmet(config),
@@ -86,12 +87,33 @@ def expert_faults(config: Config) -> Iterator[Fault]:
         yield names, text
 
 
+def expert_cut_faults(config: Config, world_size: int) -> Iterator[Fault]:
+    """Yield the first fault in the cut of experts by ep."""
+    model, parallel = config.model, config.parallel
+    ep, tp, cp = parallel.ep, parallel.tp, parallel.cp
+    dp = parallel.dp or world_size // ranks_a_sample(config)
+    lent, axes = dp * cp, f"dp {dp} * cp {cp}"
+    if parallel.etp == "1":
+        lent, axes = lent * tp, f"{axes} * tp {tp}"
+    names = {"parallel.ep", "parallel.etp", "parallel.dp", "parallel.cp", "parallel.tp", "parallel.pp"}
+    if ep == 1:
+        return
+    if lent % ep:
+        yield names, f"parallel.ep {ep} does not divide {axes}, of which it borrows: --ep {math.gcd(lent, ep)}"
+    elif model.num_experts % ep:
+        text = f"parallel.ep {ep} does not divide model.num_experts {model.num_experts}"
+        yield {"parallel.ep", "model.num_experts"}, f"{text}: --ep {math.gcd(math.gcd(lent, model.num_experts), ep)}"
+    elif parallel.etp == "1" and tp > 1 and not cuts_tokens(config):
+        text = f"parallel.etp 1 needs tokens that are cut over parallel.tp {tp}: --etp tp"
+        yield {*names, "parallel.sequence_parallel", "train.micro_batch_size", "train.seq_length"}, text
+
+
 def cut_faults(config: Config) -> Iterator[Fault]:
     """Yield faults in the model's cut by tp."""
     model, parallel = config.model, config.parallel
     tp, heads, kv_heads = parallel.tp, model.num_heads, model.num_kv_heads or model.num_heads
     sizes = {"model.num_heads": heads, "model.ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size}
-    if model.num_experts:
+    if model.num_experts and parallel.etp == "tp":
         sizes["model.expert_ffn_hidden_size"] = model.expert_ffn_hidden_size or sizes["model.ffn_hidden_size"]
     for name, size in sizes.items():
         if size % tp:

@@ -79,6 +79,24 @@ class ModelConfig:
         True, "divide the scores of a token's experts by their sum to weigh what these return", needs=EXPERTS
     )
     router_scale: float = option(1.0, "factor of these weights", above=0, needs=EXPERTS)
+    moe_balance: Literal["none", "bias", "aux", "seq_aux"] = option(
+        "none",
+        "how tokens are spread over experts: bias adds a number to each score, which moves after each step; aux and "
+        "seq_aux add a loss, of each micro-batch or of each row",
+        needs=EXPERTS,
+    )
+    moe_bias_rate: float = option(
+        1e-3, "how far the number of each expert moves in a step", above=0, needs={"moe_balance": "bias"}
+    )
+    moe_aux_coeff: float = option(
+        1e-2, "factor of the loss that spreads tokens", above=0, needs={"moe_balance": ("aux", "seq_aux")}
+    )
+    moe_z_loss: float = option(
+        0.0,
+        "times the squared log of the denominator of a router's softmax, added to a token's loss in training",
+        minimum=0,
+        needs=EXPERTS,
+    )
     bias: bool = option(False, "biases in linear layers and norms")
     qkv_bias: bool = option(False, "biases of queries, keys and values alone", needs={"bias": False})
     qk_norm: bool = option(False, "normalise queries and keys of each head")

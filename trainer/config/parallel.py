@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from threefold.needs import GIVEN
 from threefold.options import option
 
 
@@ -30,6 +31,26 @@ class ParallelConfig:
         "how attention sees rows that cp cuts: ulysses trades tokens for heads, allgather gathers keys; auto "
         "takes ulysses where cp * tp divides the key-value heads",
         flags=["--cp-method"],
+    )
+    ep: int = option(
+        1,
+        "expert-parallel size: ranks of dp and cp that have some of the experts each, and gather each other's tokens",
+        minimum=1,
+        flags=["--ep", "--expert-model-parallel-size"],
+        needs={"model.num_experts": GIVEN},
+    )
+    etp: Literal["tp", "1"] = option(
+        "tp",
+        "ranks that cut an expert by its width: those of tp, or none; then ep may borrow ranks of tp too",
+        flags=["--etp"],
+        needs={"ep": GIVEN},
+    )
+    moe_rows: float = option(
+        1.5,
+        "rows of experts that a rank of ep has memory for, over their mean; a step that needs more is repeated",
+        minimum=1,
+        keeps_bits=True,
+        needs={"ep": GIVEN},
     )
     dp: int = option(0, "data-parallel size; 0 means all ranks that the others leave over", minimum=0, flags=["--dp"])
     sequence_parallel: Literal["auto", "on", "off"] = option(

@@ -149,5 +149,5 @@ def kv_replicas(config: Config) -> int:
 def layout_of(config: Config) -> ParallelLayout:
     """Return the parallel layout of a resolved configuration."""
     parallel = config.parallel
-    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp}
-    return ParallelLayout(**sizes, virtual=parallel.virtual_stages)
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp, "ep": parallel.ep}
+    return ParallelLayout(**sizes, virtual=parallel.virtual_stages, etp=1 if parallel.etp == "1" else None)

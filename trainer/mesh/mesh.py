@@ -100,11 +100,11 @@ class ProcessMesh:
     def _connect(self, name: str) -> list[Group]:
         """Build the groups of a name, or take those of another name that has the same ones.
 
-        Calls of groups along axes come one after the other, so equal ones are one; but what a pass exchanges over cp
-        does not wait behind sums and gathers beside it.
+        Calls of groups along axes come one after the other, so equal ones are one; but what a pass exchanges over cp or
+        ep does not wait behind sums and gathers beside it.
         """
         members, axes = tuple(self._needed[name]), GROUPS.get(name, ())
-        is_alone = axes == (Axis.CP,) and len(members[0]) > 1
+        is_alone = axes in ((Axis.CP,), (Axis.EP,)) and len(members[0]) > 1
         if axes and not is_alone and members in self._made:
             return self._made[members]
         groups = []

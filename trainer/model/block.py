@@ -15,14 +15,14 @@ from torch import Tensor
 from trainer.config import ModelConfig
 from trainer.config.resolve import has_experts
 from trainer.model.attention import Attention
+from trainer.model.balance import Balance
 from trainer.model.microbatch import MicroBatch
 from trainer.model.mlp import MLP
 from trainer.model.moe import MoE
 from trainer.model.norm import Norm
 from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import Outer, Recompute, Region
-from trainer.parallel.context import ContextParallel
-from trainer.parallel.tensor import TensorParallel
+from trainer.parallel.cuts import Cuts
 from trainer.store.store import ParameterStore
 from trainer.store.unit import Border, Unit
 
@@ -40,19 +40,23 @@ class Block:
         model: ModelConfig,
         store: ParameterStore,
         number: int,
-        tensor: TensorParallel,
-        context: ContextParallel,
+        cuts: Cuts,
         choices: OpChoices,
         before: Unit | None,
         recompute: Recompute,
+        balance: Balance,
     ) -> None:
         prefix, self.number, self.recompute = f"layers.{number}", number, recompute
         first, self.unit = store.unit(f"{prefix}.attn"), store.unit(f"{prefix}.mlp")
         self.norm1 = Norm(model, first, f"{prefix}.norm1", choices, Border(before, first))
-        self.attention = Attention(model, first, f"{prefix}.attn", tensor, context, choices, choices.windows[number])
+        where = cuts.tensor, cuts.context
+        self.attention = Attention(model, first, f"{prefix}.attn", *where, choices, choices.windows[number])
         self.norm2 = Norm(model, self.unit, f"{prefix}.norm2", choices, Border(first, self.unit))
-        kind = MoE if has_experts(model, number) else MLP
-        self.mlp = kind(model, self.unit, f"{prefix}.mlp", tensor, choices)
+        self.mlp = (
+            MoE(model, self.unit, number, cuts, choices, balance)
+            if has_experts(model, number)
+            else MLP(model, self.unit, f"{prefix}.mlp", cuts.tensor, choices)
+        )
 
     def __call__(self, x_TD: Tensor, branch_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the branch that is yet to be added to it, as it takes them.
@@ -70,7 +74,9 @@ class Block:
 
         x_TD, branch_TD = self._half("attention", attend, self.attention.project, x_TD, branch_TD)
         branch_TD = batch.drop(branch_TD, layer=self.number, site=SITE_ATTENTION)
-        return self._half("mlp", self.mlp.widen, partial(self._from_down, batch=batch), x_TD, branch_TD)
+        return self._half(
+            "mlp", partial(self.mlp.widen, batch=batch), partial(self._from_down, batch=batch), x_TD, branch_TD
+        )
 
     def _half(
         self,
@@ -95,7 +101,7 @@ class Block:
         """Return the stream after attention, and what the MLP's last linear reads, from the first norm and its sum."""
         branch_TD = self.attention.project(self.attention.attend(h_TD, batch, spared))
         h_TD, x_TD = self.norm2(x_TD, batch.drop(branch_TD, layer=self.number, site=SITE_ATTENTION))
-        return x_TD, *self.mlp.widen(h_TD)
+        return x_TD, *self.mlp.widen(h_TD, batch)
 
     def _from_down(self, *widened: Tensor, batch: MicroBatch) -> Tensor:
         return batch.drop(self.mlp.narrow(*widened), layer=self.number, site=SITE_MLP)

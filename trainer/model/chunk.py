@@ -7,6 +7,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, gathers_keys
 from trainer.mesh.mesh import ProcessMesh
+from trainer.model.balance import Balance
 from trainer.model.block import Block
 from trainer.model.embedding import anchor, embed_tokens, lookup
 from trainer.model.head import Head
@@ -16,6 +17,7 @@ from trainer.model.recompute import Recompute
 from trainer.model.stages import stage_ranges
 from trainer.ops.rope import rotary_frequencies, turns_at
 from trainer.parallel.context import ContextParallel
+from trainer.parallel.cuts import Cuts
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 from trainer.store.unit import Border, Unit
@@ -25,12 +27,19 @@ class Chunk:
     """A model chunk: one of the parts of the model on this rank; owned by the training thread."""
 
     def __init__(
-        self, config: Config, store: ParameterStore, mesh: ProcessMesh, choices: OpChoices, stage: int
+        self,
+        config: Config,
+        store: ParameterStore,
+        mesh: ProcessMesh,
+        choices: OpChoices,
+        balance: Balance,
+        stage: int,
     ) -> None:
         self.config = config
         self.tensor = TensorParallel(mesh.tp, cuts_tokens(config), config.parallel.tp_overlap_parts)
         self.context = ContextParallel(mesh.cp, gathers_keys(config))
         model, num_stages = config.model, mesh.layout.num_stages
+        cuts = Cuts(self.tensor, self.context, balance.ranks(self.tensor))
         before: Unit | None = None
         if stage == 0:
             before = store.unit("embed", reads_backward=False)
@@ -40,7 +49,8 @@ class Chunk:
         self.blocks = list[Block]()
         for place, number in enumerate(stage_ranges(config, store.table, num_stages)[stage]):
             again = Recompute.of_layer(config.train, place)
-            self.blocks.append(Block(model, store, number, self.tensor, self.context, choices, before, again))
+            block = Block(model, store, number, cuts, choices, before, again, balance)
+            self.blocks.append(block)
             before = self.blocks[-1].unit
         self.end = Border(before, None)  # of a stage without a head
         self.head = Head(config, store, self.tensor, choices, before) if stage == num_stages - 1 else None

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from trainer.config import ModelConfig
+from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
 from trainer.ops.activation import ACTIVATIONS, SWIGLU
 from trainer.parallel.tensor import TensorParallel
@@ -23,8 +24,8 @@ class MLP:
         self.down = unit.weight(f"{prefix}.down.weight")
         self.down_bias = unit.weight_if_any(f"{prefix}.down.bias")
 
-    def widen(self, x_TD: Tensor) -> tuple[Tensor]:
-        """Return the packed gate|up, or up."""
+    def widen(self, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor]:
+        """Return the packed gate|up, or up, of tokens that are all treated alike."""
         return (self.tensor.column_linear(x_TD, [(self.up, self.up_bias)]),)
 
     def narrow(self, packed_SC: Tensor) -> Tensor:

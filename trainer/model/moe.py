@@ -7,11 +7,13 @@ from torch import Tensor
 
 from trainer.config import ModelConfig
 from trainer.linear.grouped import GroupedGemm
+from trainer.model.balance import Balance
+from trainer.model.microbatch import MicroBatch
 from trainer.model.mlp import MLP
 from trainer.model.op_choices import OpChoices
 from trainer.model.router import Router
+from trainer.parallel.cuts import Cuts
 from trainer.parallel.expert import ExpertParallel
-from trainer.parallel.tensor import TensorParallel
 from trainer.store.unit import Unit
 
 
@@ -21,28 +23,49 @@ class MoE:
     `widen` and `narrow` are as those of MLP: up to what the last products read, and from there on.
     """
 
-    def __init__(self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, choices: OpChoices) -> None:
-        self.choices = choices
-        self.num_experts, self.k = model.num_experts, model.experts_per_token
-        self.parallel, self.router = ExpertParallel(tensor), Router(model, unit, f"{prefix}.router")
+    def __init__(
+        self,
+        model: ModelConfig,
+        unit: Unit,
+        layer: int,
+        cuts: Cuts,
+        choices: OpChoices,
+        balance: Balance,
+    ) -> None:
+        self.num_experts, self.k, self.layer, self.balance = model.num_experts, model.experts_per_token, layer, balance
+        prefix = f"layers.{layer}.mlp"
+        self.choices, self.parallel = choices, cuts.experts
+        self.router = Router(model, unit, f"{prefix}.router", balance.of(layer, cuts.tensor))
         self.up = GroupedGemm(unit.weight(*(f"{prefix}.experts.{name}.weight" for name in ("gate", "up"))), 2)
         self.down = GroupedGemm(unit.weight(f"{prefix}.experts.down.weight"))
-        self.shared = MLP(model, unit, f"{prefix}.shared", tensor, choices) if model.num_shared_experts else None
+        self.shared = MLP(model, unit, f"{prefix}.shared", cuts.tensor, choices) if model.num_shared_experts else None
 
     @property
     def experts(self) -> ExpertParallel:
         """Return the ops of experts in the form that is chosen by now."""
         return self.parallel.in_form(self.choices.forms.experts)
 
-    def widen(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """Return the packed gate|up of all rows, the experts' weights, the rows' numbers and ends; the shared ones'."""
-        weights_TK, experts_TK = self.router(x_TD)
-        rows_R, ends_E = self.experts.rows(experts_TK, self.num_experts)
-        shared = () if self.shared is None else self.shared.widen(x_TD)
-        packed_R2F = self.experts.widen(x_TD, self.up, rows_R, ends_E, self.k)
-        return packed_R2F, weights_TK, rows_R, ends_E, *shared
+    def widen(self, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Return the packed gate|up of all rows, the experts and their weights, the rows' numbers and ends.
 
-    def narrow(self, packed_R2F: Tensor, weights_TK: Tensor, rows_R: Tensor, ends_E: Tensor, *shared: Tensor) -> Tensor:
-        """Return the output for them."""
+        Behind them are those of shared experts.
+        """
+        weights_TK, experts_TK = self.router(x_TD, batch)
+        rows_R, ends_E = self.experts.rows(experts_TK, self.num_experts)
+        shared = () if self.shared is None else self.shared.widen(x_TD, batch)
+        packed_R2F = self.experts.widen(x_TD, self.up, rows_R, ends_E, self.k)
+        return packed_R2F, weights_TK, experts_TK, rows_R, ends_E, *shared
+
+    def narrow(
+        self,
+        packed_R2F: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        rows_R: Tensor,
+        ends_E: Tensor,
+        *shared: Tensor,
+    ) -> Tensor:
+        """Return the output for them, and count the tokens of experts."""
+        self.balance.count(self.layer, experts_TK)
         y_TD = self.experts.narrow(packed_R2F, weights_TK, self.down, rows_R, ends_E)
         return y_TD if self.shared is None else y_TD + self.shared.narrow(*shared)

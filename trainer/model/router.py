@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trainer.config import ModelConfig
 from trainer.linear.weight import Weight, add_product
+from trainer.model.balance import LayerBalance
+from trainer.model.microbatch import MicroBatch
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.unit import Unit
 
@@ -19,13 +21,15 @@ from trainer.store.unit import Unit
 class Router:
     """One score for each expert, of which the best take the token. Kept for the backward: the input, and scores."""
 
-    def __init__(self, model: ModelConfig, unit: Unit, name: str) -> None:
-        self.model, self.weight = model, unit.weight(f"{name}.weight")
+    def __init__(self, model: ModelConfig, unit: Unit, name: str, balance: LayerBalance) -> None:
+        self.model, self.weight, self.balance = model, unit.weight(f"{name}.weight"), balance
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, [T, K], wide, and their numbers, from the best on."""
-        scores_TE = scores(_Product.apply(x_TD, self.weight), self.model)
-        experts_TK = best(scores_TE.detach(), self.model.experts_per_token)
+        logits_TE = _Product.apply(x_TD, self.weight)
+        scores_TE = scores(logits_TE, self.model)
+        experts_TK = best(self.balance.compared(scores_TE.detach()), self.model.experts_per_token)
+        scores_TE = self.balance.with_losses(scores_TE, logits_TE, experts_TK, batch)
         return weights(scores_TE.gather(1, experts_TK), self.model), experts_TK
 
 

@@ -50,6 +50,10 @@ class StepMetrics:
     checkpoint_stall_s: float
     memory_gib: float  # peak of one rank: GPU memory allocated, or resident set on a CPU
     memory_of_plan: float | None  # the most that torch reserved on a GPU over its plan; None on a CPU
+    expert_load: float | None = None  # the most tokens of an expert over the mean, in any layer; None without experts
+    idle_experts: float | None = None  # experts of any layer that had no token in 100 steps
+    rank_load: float | None = None  # the most tokens of a rank's experts over the mean; None unless ep cuts experts
+    rank_rows: float | None = None  # the most rows that a micro-batch needed on a rank, over the mean
 
     def console(self, train_steps: int, left_s: float) -> str:
         """Return the line for people; `left_s` is how long the steps that are left will take."""

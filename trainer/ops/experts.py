@@ -134,3 +134,14 @@ def combine(y_RD: Tensor, rows_R: Tensor, num_tokens: int, k: int) -> Tensor:
     for places_T in places_R.view(num_tokens, k).unbind(1):
         out_TD += y_RD.index_select(0, places_T)
     return out_TD.to(y_RD.dtype)
+
+
+def combine_some(y_RD: Tensor, rows_R: Tensor, num_tokens: int, k: int) -> Tensor:
+    """Return the same of some rows, as a rank of ep has them: others, and padding of number T K, count as zeros."""
+    places_R = rows_R.new_full((num_tokens * k + 1,), -1)
+    places_R.scatter_(0, rows_R, torch.arange(len(rows_R), device=rows_R.device))
+    out_TD = torch.zeros(num_tokens, y_RD.shape[1], dtype=wide_dtype(y_RD.dtype), device=y_RD.device)
+    for places_T in places_R[:-1].view(num_tokens, k).unbind(1):
+        rows_TD = y_RD.index_select(0, places_T.clamp(min=0))
+        out_TD += rows_TD.masked_fill((places_T < 0).unsqueeze(1), 0)
+    return out_TD.to(y_RD.dtype)

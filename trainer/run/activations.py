@@ -119,9 +119,12 @@ class Sizes:
         stream, whole_stream = (model.hidden_size * number * itemsize for number in (num_own, num_tokens))
         ffn_size, num_rows = model.ffn_hidden_size, 0
         if experts:  # of all experts of a token together
-            num_rows = num_tokens * model.experts_per_token
-            ffn_size = model.expert_ffn_hidden_size * (model.experts_per_token + model.num_shared_experts)
+            borrows_tp, share = config.parallel.etp == "1", min(config.parallel.moe_rows, config.parallel.ep)
+            num_rows = int((num_own if borrows_tp else num_tokens) * model.experts_per_token * share)
+            ffn_size = model.expert_ffn_hidden_size * model.num_shared_experts
         product = ffn_size // tp * num_tokens * itemsize
+        if experts:
+            product += model.expert_ffn_hidden_size // (1 if borrows_tp else tp) * num_rows * itemsize
         packed = product * (2 if model.activation == "swiglu" else 1)
         # inputs and output gradients of the linears; the gradients of biases that are added after a sum
         until_w = 4 * whole_stream + 2 * queries + 2 * keys + packed + product

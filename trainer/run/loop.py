@@ -234,6 +234,7 @@ class Run:
         if stats.outcome is not Outcome.COUNTS:
             self._log.event("void", started.progress.step, repeats=stats.outcome is Outcome.REPEATED)
         if stats.outcome is Outcome.REPEATED:
+            self.engine.balance.limit.make_room(stats.of_experts.get("rank_rows", 0.0))
             self._go_back(started)
             return
         is_busy = self._saver.is_busy  # before `poll`: of a save that has ended it is known how
@@ -260,6 +261,7 @@ class Run:
                 lr=stats.lr,
                 tokens=started.progress.tokens,
                 loss_tokens=stats.num_tokens,
+                **stats.of_experts,
                 step_s=step_s,
                 **dict(zip(measured, largest)) | {"memory_of_plan": largest[len(measured) - 1] or None},
                 **throughput(

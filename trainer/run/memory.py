@@ -94,7 +94,11 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     if parallel.grad_reduce == "bf16":  # what this rank sends and what it receives
         gradients += 4 * (travelling + of_gradients) // wide.itemsize
     is_gpu, held = config.train.device != "cpu", {run.holders for run in runs}
-    used = held | {part for axes in held for part in nested(axes) if part} | {(Axis.TP,), (Axis.DP,), (Axis.CP,)}
+    used = (
+        held
+        | {part for axes in held for part in nested(axes) if part}
+        | {(Axis.TP,), (Axis.DP,), (Axis.CP,), (Axis.EP,)}
+    )
     exchanging = used if parallel.grad_reduce == "bf16" else {(Axis.CP,)}
     most_peers = max(sizes[axes] for axes in exchanging) - 1
     return RankMemory(

@@ -1,5 +1,7 @@
 """What `trainer train --dry-run` prints: facts of a run, and the memory of its ranks; nothing is started or written."""
 
+from dataclasses import replace
+
 import torch
 
 from ckptkit import rank_stages
@@ -36,6 +38,8 @@ def print_plan(config: Config, device_bytes: int = 0) -> int:
         stages = " and ".join(map(str, rank_stages(layout_of(config), pp)))
         which = f"a rank of stage {stages}: " if config.parallel.pp > 1 else "a rank: "
         facts.append(("memory", which + str(rank_memory(config, pp))))
+    if config.parallel.ep > 1:
+        facts.append(("rows", rows_text(config)))
     if config.checkpoint.save:
         arena = max(arena_bytes(config, pp) for pp in range(config.parallel.pp))
         facts.append(("host", f"{size_text(arena)} of memory a rank for saves (--checkpoint.window-mib bounds it)"))
@@ -49,6 +53,17 @@ def print_plan(config: Config, device_bytes: int = 0) -> int:
     print_facts([*facts, ("dry run", "nothing was started or written")])
     check_memory(config, device_bytes, log)
     return EXIT_OK
+
+
+def rows_text(config: Config) -> str:
+    """Return what a rank takes with memory for the rows of experts that are planned, and for all that there can be."""
+    parallel = config.parallel
+    whole = replace(config, parallel=replace(parallel, moe_rows=float(parallel.ep)))
+    sizes = [max(rank_memory(each, pp).total for pp in range(parallel.pp)) for each in (config, whole)]
+    return (
+        f"{size_text(sizes[0])} a rank for {parallel.moe_rows:g} times the mean rows of its experts, "
+        f"{size_text(sizes[1])} if all rows go to one rank's"
+    )
 
 
 def bubble(config: Config) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.config import Config
+from trainer.config.resolve import keeps_gathered
 from trainer.linear.weight import Access, Weight, add_or_write
 from trainer.mesh.group import Group, Work
 from trainer.mesh.mesh import ProcessMesh
@@ -43,6 +45,24 @@ class StoreOptions:
     splits_master: bool
     overlaps_reduce: bool
     overlaps_gather: bool
+
+    @classmethod
+    def of(cls, config: Config, dtype: torch.dtype, *, with_optimizer: bool) -> "StoreOptions":
+        """Return those of a resolved configuration."""
+        parallel, wide = config.parallel, wide_dtype(dtype)
+        return cls(
+            dtype,
+            torch.bfloat16 if config.optim.moments == "bf16" else wide,
+            torch.bfloat16 if parallel.grad_reduce == "bf16" else wide,
+            parallel.bucket_mib << 20,
+            zero_stage=parallel.zero_stage,
+            whole_bytes=parallel.zero_whole_kib << 10,
+            keeps_gathered=keeps_gathered(config),
+            with_optimizer=with_optimizer,
+            splits_master=config.optim.master == "split",
+            overlaps_reduce=parallel.overlap_grad_reduce,
+            overlaps_gather=parallel.overlap_param_gather,
+        )
 
     @property
     def sharded(self) -> bool:

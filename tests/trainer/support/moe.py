@@ -32,7 +32,9 @@ def mixture(name: str, layout: str = "tp1", *, train: dict[str, Any] | None = No
     config = small(config_for("llama", ParallelLayout.parse(layout)))
     model = replace(config.model, **{"num_layers": 4, "dropout": 0.1, "init_std": 0.2, **MIXTURES[name]})
     options = {"micro_batch_size": 2, "gradient_accumulation_steps": 0, **(train or {})}
-    config = replace(config, model=model, parallel=replace(config.parallel, **parallel))
+    sizes = ParallelLayout.parse(layout)
+    of_experts: dict[str, Any] = {"ep": sizes.ep, "etp": "1" if sizes.etp else "tp"}
+    config = replace(config, model=model, parallel=replace(config.parallel, **of_experts | parallel))
     config = replace(config, train=replace(config.train, **options))
     return resolve(config, layout_of(config).world_size)
 

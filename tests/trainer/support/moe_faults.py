@@ -6,27 +6,35 @@ from typing import Any
 
 import torch
 
+from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
 from tests.trainer.support.faults import TP, Fault, Patch, wrapping
 from tests.trainer.support.moe import engine_of, mixture
-from tests.trainer.support.parity import local_batch
+from tests.trainer.support.parity import assert_parity, local_batch, run_steps
 from tests.trainer.support.plain_model import logits
 from tests.trainer.support.recompute_faults import compare_again, making
+from tests.trainer.support.threads import run_threads
 from trainer import engine
+from trainer.config import Config
+from trainer.config.resolve import layout_of
 from trainer.linear import grouped
 from trainer.model import router
+from trainer.model.balance import Balance, LayerBalance
 from trainer.model.moe import MoE
 from trainer.ops.experts import ExpertRows
 from trainer.parallel.expert import ExpertParallel
+from trainer.parallel.rows import RowLimit
 
 EXPERTS: dict[str, Any] = {  # of the model that faults are planted in: some have no token in a micro-batch
     "bias": False,
-    "num_experts": 9,
+    "num_experts": 8,
     "experts_per_token": 2,
     "expert_ffn_hidden_size": 4,
     "num_shared_experts": 1,
 }
+EP, EP_OF_TP = ParallelLayout(ep=2, dp=2), ParallelLayout(tp=2, ep=4, dp=2, etp=1)
 WHOLE: dict[str, Any] = {"model": EXPERTS}
+AUX: dict[str, Any] = {"model": EXPERTS | {"moe_balance": "aux", "moe_aux_coeff": 1.0}}
 CUT: dict[str, Any] = {"model": EXPERTS, "cuts_tokens": True}
 
 
@@ -62,12 +70,13 @@ def of_other_rows(real: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
 
 def beyond_the_mean(real: Any, self: MoE, *inputs: torch.Tensor) -> torch.Tensor:
     """Drop what an expert has beyond the mean."""
-    packed_R2F, weights_TK, rows_R, ends_E, *shared = inputs
+    packed_R2F, weights_TK, experts_TK, rows_R, ends_E, *shared = inputs
     begins_E = ends_E - ends_E.diff(prepend=ends_E.new_zeros(1))
     place_R = torch.arange(len(rows_R))
     expert_R = torch.searchsorted(ends_E, place_R.int(), right=True)
     is_beyond_R = place_R - begins_E[expert_R] >= len(rows_R) / len(ends_E)
-    return real(self, packed_R2F.masked_fill(is_beyond_R.unsqueeze(1), 0), weights_TK, rows_R, ends_E, *shared)
+    packed_R2F = packed_R2F.masked_fill(is_beyond_R.unsqueeze(1), 0)
+    return real(self, packed_R2F, weights_TK, experts_TK, rows_R, ends_E, *shared)
 
 
 def other_rank_first(real: Any, self: ExpertParallel, x_TC: torch.Tensor) -> torch.Tensor:
@@ -108,8 +117,56 @@ def compare_ties() -> None:
     require_equal(abs(total / expected - 1) < 1e-10, f"{total} in place of {expected}")
 
 
-def shows_again(**again: Any) -> Any:
-    return partial(compare_again, mixture("plain"), **again)
+def shows_again(way: str = "none", **again: Any) -> Any:
+    return partial(compare_again, balanced("plain", "tp1", way), **again)
+
+
+def balanced(name: str, layout: str, way: str, **parallel: Any) -> Config:
+    config = mixture(name, layout, **parallel)
+    rates = {"bias": {"moe_bias_rate": 0.1}, "aux": {"moe_aux_coeff": 1.0}}.get(way, {})
+    return replace(config, model=replace(config.model, moe_balance=way, **rates))
+
+
+def compare_balanced(layout: str, way: str, **parallel: Any) -> None:
+    """A layout and one process with as many rows a micro-batch."""
+    config = balanced("shared", layout, way, **parallel)
+    runs = run_threads(layout_of(config).world_size, run_steps, config, 2)
+    assert_parity(runs, run_steps(0, balanced("shared", "tp1", way), 2))
+
+
+def own_counts(real: Any, self: Balance, counts: torch.Tensor, is_void: torch.Tensor) -> None:
+    real(self, self.counts_LE.flatten(), is_void)
+
+
+def unscaled(real: Any, self: LayerBalance, scores: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    *others, batch = inputs
+    if batch.scale is not None:
+        batch = replace(batch, scale=lambda: torch.ones((), dtype=torch.float64))
+    return real(self, scores, *others, batch)
+
+
+def alone_in_tp(real: Any, self: LayerBalance, *inputs: Any) -> torch.Tensor:
+    return real(replace(self, tensor=replace(self.tensor, cuts_tokens=False)), *inputs)
+
+
+def twice_in_the_second_pass(patch: Patch) -> None:
+    real = LayerBalance.with_losses
+    with making(patch) as is_again:
+
+        def with_losses(self: LayerBalance, scores: torch.Tensor, *inputs: Any) -> torch.Tensor:
+            scores = real(self, scores, *inputs)
+            return real(self, scores, *inputs) if is_again() else scores
+
+        patch.setattr(LayerBalance, "with_losses", with_losses)
+
+
+def other_source_first(real: Any, self: ExpertParallel, x_TC: torch.Tensor) -> torch.Tensor:
+    whole = real(self, x_TC)
+    return whole.roll(len(x_TC), 0) if whole.is_floating_point() and whole.shape[1] > 2 else whole
+
+
+def next_experts(real: Any, self: ExpertParallel, experts_TK: torch.Tensor, num_experts: int) -> Any:
+    return real(self, (experts_TK + 1) % num_experts if self.ep.size > 1 else experts_TK, num_experts)
 
 
 MOE_FAULTS = [
@@ -162,6 +219,40 @@ MOE_FAULTS = [
         TP,
         wrapping(ExpertParallel, "sum", lambda real, self, x: x),
         **WHOLE,
+    ),
+    Fault(
+        "tokens of two ranks of ep change places", EP, wrapping(ExpertParallel, "gather", other_source_first), **WHOLE
+    ),
+    Fault("ranks of ep have the experts behind theirs", EP, wrapping(ExpertParallel, "rows", next_experts), **WHOLE),
+    Fault(
+        "a step with more rows than there is memory for is trained",
+        None,
+        wrapping(RowLimit, "is_exceeded", lambda real, self, world: 0 * real(self, world)),
+        shows=partial(compare_balanced, "ep2-dp2", "none", moe_rows=1.0),
+    ),
+    Fault(
+        "biases move by the counts of one rank",
+        None,
+        wrapping(Balance, "update", own_counts),
+        shows=partial(compare_balanced, "dp2", "bias"),
+    ),
+    Fault(
+        "the loss that spreads tokens lacks the step's factor",
+        None,
+        wrapping(LayerBalance, "with_losses", unscaled),
+        **AUX,
+    ),
+    Fault(
+        "the loss that spreads tokens counts twice where it is made again",
+        None,
+        twice_in_the_second_pass,
+        shows=shows_again("aux", recompute="full"),
+    ),
+    Fault(
+        "the loss that spreads tokens sees the tokens of one rank",
+        None,
+        wrapping(LayerBalance, "_spread", alone_in_tp),
+        shows=partial(compare_balanced, "tp2", "aux"),
     ),
     Fault("tokens go to other experts in the second pass", None, routed_otherwise, shows=shows_again(recompute="full")),
 ]

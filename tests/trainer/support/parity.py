@@ -19,6 +19,7 @@ from trainer.mesh.processes import Processes
 from trainer.model.microbatch import Batch
 from trainer.ops.native import csrc_calls
 from trainer.store.store import ParameterStore
+from trainer.verdict import Outcome, StepStats
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH = 50257, 16, 16, 1
 LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
@@ -130,11 +131,21 @@ def state_bytes(store: ParameterStore) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in (*states, *masters))
 
 
+def counted_step(engine: Engine, step: int, batch: Batch) -> StepStats:
+    """Train a step until it counts, with room for the rows that it asked for."""
+    stats = engine.train_step(step, batch)
+    while stats.outcome is Outcome.REPEATED:
+        engine.verdict.repeat()
+        engine.balance.limit.make_room(stats.of_experts["rank_rows"])
+        stats = engine.train_step(step, batch)
+    return stats
+
+
 def run_steps(rank: int, config: Config, num_steps: int, *, network: Network | None = None) -> dict[str, Any]:
     """Train from the start; losses and norms, what the rank holds afterwards, and what it did."""
     engine = make_engine(rank, config, network=network)
     batches = [local_batch(config, step, engine.mesh) for step in range(num_steps)]
-    stats = [engine.train_step(step, batch) for step, batch in enumerate(batches)]
+    stats = [counted_step(engine, step, batch) for step, batch in enumerate(batches)]
     return {
         "losses": [each.loss for each in stats],
         "norms": [each.grad_norm for each in stats],
@@ -143,6 +154,7 @@ def run_steps(rank: int, config: Config, num_steps: int, *, network: Network | N
         "weights": copied(piece for piece in saved_pieces(engine.store) if not piece.name.startswith("optim.")),
         "table": [info for info in tensor_table(engine.table, engine.dtype) if not info.name.startswith("optim.")],
         "names": [name for name, _ in engine.store.values()],
+        "biases": {piece.name: piece.data.clone() for piece in engine.balance.pieces()},
         "peak_live": engine.pipeline.peak_live,
         "peak_sends": engine.pipeline.peak_sends,
         "optimizer_bytes": state_bytes(engine.store),

@@ -27,8 +27,10 @@ def logits(
     positions_BS: Tensor,
     drop: Drop,
     documents_BS: Tensor | None = None,
+    spread: "Spread | None" = None,
 ) -> Tensor:
     """[B, S, vocabulary]; attention stays in documents, if their numbers are given."""
+    spread = spread or Spread(model)
     x_BSD = state["embed.weight"][tokens_BS]
     if model.position == "learned":
         x_BSD = x_BSD + state["pos.weight"][positions_BS]
@@ -42,7 +44,9 @@ def logits(
             layer=layer,
             site=0,
         )
-        x_BSD = x_BSD + drop(_mixture(model, part, _norm(model, part, "norm2", x_BSD)), layer=layer, site=1)
+        x_BSD = x_BSD + drop(
+            _mixture(model, part, _norm(model, part, "norm2", x_BSD), layer, spread), layer=layer, site=1
+        )
     head = state["embed.weight" if model.tie_embeddings else "head.weight"]
     return _norm(model, state, "norm", x_BSD) @ head.T
 
@@ -60,6 +64,7 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
         groups.append({"params": [value], "factor": group.lr_factor, **rates})
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     peak = torch.optim.SGD([torch.zeros(1)], lr=optim.lr)
+    spread = Spread(model)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(peak, optim.decay_steps, eta_min=optim.min_lr)
     for step, batch in enumerate(batches):
         for param_group in adam.param_groups:
@@ -73,12 +78,13 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
             return dropout_reference(x, model.dropout, seed=config.train.seed, **place) if model.dropout else x
 
         documents = None if batch.documents is None else document_numbers(batch)
-        found = logits(model, state, tokens, positions, drop, documents)
+        found = logits(model, state, tokens, positions, drop, documents, spread)
         logs = torch.log_softmax(found, -1)
         losses = config.train.z_loss * found.logsumexp(-1) ** 2 - logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         loss = (losses * mask).sum() / mask.sum()
         adam.zero_grad()
-        loss.backward()
+        (loss + spread.loss(mask, batch.tokens.shape[1]) / mask.sum()).backward()
+        spread.end_step()
         norm = math.sqrt(sum(float(value.grad.square().sum()) for value in state.values()))
         for value in state.values():
             value.grad *= min(1.0, optim.clip / norm)
@@ -145,17 +151,50 @@ def _rotate(x: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def _mixture(model: ModelConfig, part: State, x: Tensor) -> Tensor:
+class Spread:
+    """The biases of routers by layer, and what a forward pass routed: logits, scores, and which experts were chosen."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model, self.routed = model, dict[int, tuple[Tensor, Tensor, Tensor]]()
+        self.biases = {layer: torch.zeros(model.num_experts).double() for layer in range(model.num_layers)}
+
+    def loss(self, mask_BS: Tensor, rows_at_once: int) -> Tensor:
+        """The sum over tokens of what is added to their losses, of micro-batches of so many rows."""
+        model, total = self.model, torch.zeros((), dtype=torch.float64)
+        num_rows = 1 if model.moe_balance == "seq_aux" else rows_at_once
+        for logits_BSE, scores_BSE, chosen_BSE in self.routed.values():
+            total = total + model.moe_z_loss * (torch.logsumexp(logits_BSE, -1) ** 2 * mask_BS).sum()
+            if model.moe_balance not in ("aux", "seq_aux"):
+                continue
+            shares_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True)
+            for first in range(0, len(mask_BS), num_rows):
+                rows = slice(first, first + num_rows)
+                tokens = chosen_BSE[rows].double().mean((0, 1)) / model.experts_per_token
+                product = (tokens * shares_BSE[rows].mean((0, 1))).sum() * model.num_experts
+                total = total + model.moe_aux_coeff * product * mask_BS[rows].sum()
+        return total
+
+    def end_step(self) -> None:
+        """Move the biases of experts toward the mean of tokens."""
+        for layer, (_, _, chosen_BSE) in self.routed.items():
+            counts = chosen_BSE.double().sum((0, 1))
+            if self.model.moe_balance == "bias":
+                self.biases[layer] = self.biases[layer] + self.model.moe_bias_rate * torch.sign(counts.mean() - counts)
+
+
+def _mixture(model: ModelConfig, part: State, x: Tensor, layer: int, spread: Spread) -> Tensor:
     """Every expert sees every token, and counts for those whose best it is among."""
     if "mlp.router.weight" not in part:
         return _feed_forward(model, part, x)
     logits = x @ part["mlp.router.weight"].T
     scores = 1 / (1 + torch.exp(-logits)) if model.router_score == "sigmoid" else torch.softmax(logits, -1)
-    weights = torch.zeros_like(scores)
+    compared, chosen = scores + spread.biases[layer], torch.zeros_like(scores, dtype=torch.bool)
     for expert in range(model.num_experts):
-        own = scores[..., expert, None]
-        before = (scores > own).sum(-1) + (scores == own)[..., :expert].sum(-1)
-        weights[..., expert] = scores[..., expert] * (before < model.experts_per_token)
+        own = compared[..., expert, None]
+        before = (compared > own).sum(-1) + (compared == own)[..., :expert].sum(-1)
+        chosen[..., expert] = before < model.experts_per_token
+    spread.routed[layer] = logits, scores, chosen
+    weights = scores * chosen
     if model.router_norm_topk:
         weights = weights / weights.sum(-1, keepdim=True)
     experts = {name: value for name, value in part.items() if ".experts." in name}

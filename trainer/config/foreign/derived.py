@@ -159,6 +159,18 @@ def optimizer_instances(config: Config, text: FlagText) -> dict[str, str]:
     return {name: value for name, value in found.items() if name == "parallel.dp_shard"}
 
 
+def expert_width(config: Config, text: FlagText) -> dict[str, str]:
+    """Return that no rank cuts an expert by its width, where ep may borrow those of tp; all of tp do otherwise."""
+    number, tp, ep = whole(text, "ranks"), config.parallel.tp, config.parallel.ep
+    if number == tp or (number == 1 and not config.model.num_experts):
+        return {}
+    if number == 1 and ep > 1:
+        return {"parallel.etp": "1"}
+    if number == 1:
+        raise ValueError(f"1 of tp {tp} lets ep borrow ranks of tp, and ep is 1: --ep {tp} --etp 1")
+    raise ValueError(f"{number}: an expert is cut by all of tp {tp}, or by none of it: --etp tp")
+
+
 MADE_AGAIN = {  # what Megatron calls modules, and what they are here; the softmax of core_attn is never kept here
     "norms": "norms", "mlp": "mlp", "attention": "attention", "layernorm": "norms", "core_attn": "",
 }  # fmt: skip
@@ -259,6 +271,7 @@ FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     "llama3_scaling": llama3_scaling,
     "replicas": replicas,
     "optimizer_instances": optimizer_instances,
+    "expert_width": expert_width,
     "recompute_modules": recompute_modules,
     "selective": selective,
     "uniform": uniform,
