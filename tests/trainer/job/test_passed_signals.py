@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+from trainer.job import passed_signals
 from trainer.job.passed_signals import ASKING, ENDING, PassedSignals, all_end_well, ranks_here
 
 RANK = """
@@ -22,6 +23,18 @@ print("ready", flush=True)
 time.sleep(60)
 """
 Started = Callable[[int], "subprocess.Popen[str]"]
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What other tests of this process have started, such as a server, is no rank, and lives on."""
+    server = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    before = {*ranks_here()}
+    monkeypatch.setattr(passed_signals, "ranks_here", lambda: [rank for rank in ranks_here() if rank not in before])
+    yield
+    assert server.poll() is None
+    server.kill()
+    server.wait()
 
 
 @pytest.fixture
