@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from datakit import StepConfig
+from threefold.needs import GIVEN
 from threefold.options import option
 
 
@@ -107,5 +108,7 @@ class OpsConfig:
     rope: Literal["csrc", "compile", "torch"] = option("csrc", "rotary positions, with RMSNorm of heads before them")
     activation: Literal["csrc", "compile", "torch"] = option("csrc", "SwiGLU and GELU")
     cross_entropy: Literal["csrc", "compile", "torch"] = option("csrc", "the loss of a token and its gradient")
-    experts: Literal["csrc", "torch"] = option("csrc", "rows of experts: their order, weighted SwiGLU, sums of tokens")
+    experts: Literal["csrc", "torch"] = option(
+        "csrc", "rows of experts: their order, weighted SwiGLU, sums of tokens", needs={"model.num_experts": GIVEN}
+    )
     adamw: Literal["csrc", "torch", "apex"] = option("csrc", "the update; torch is its fused AdamW, apex FusedAdam's")

@@ -21,7 +21,14 @@ from trainer.config.resolve import resolve, settled
 LEAVES = list(leaves(Config))
 KEEPS = {
     "model": {"attention_window"},
-    "parallel": {"schedule", "overlap_grad_reduce", "overlap_param_gather", "reshard_after_forward", "timeout_s"},
+    "parallel": {
+        "schedule",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "reshard_after_forward",
+        "moe_rows",
+        "timeout_s",
+    },
     "optim": {"master"},
     "train": {
         "train_steps",
