@@ -19,6 +19,8 @@ def test_dropout_has_the_same_bits() -> None:
     assert torch.equal(torch.compile(form, backend="eager", fullgraph=True)(x), form(x))
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_rms_norm() -> None:
     def form(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(2 * x, weight) + 1

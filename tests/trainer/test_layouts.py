@@ -29,6 +29,8 @@ def test_random_layouts_of_up_to_16_ranks(config: Config) -> None:
     check(config, 2 if layout_of(config).world_size <= 6 else 1)
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @settings(examples, max_examples=2)
 @given(config=configs(OF_64))
 def test_layouts_of_64_ranks(config: Config) -> None:

@@ -27,6 +27,8 @@ def options(when_busy: str) -> CheckpointerOptions:
     return CheckpointerOptions(when_busy=when_busy, retry_s=0.0, deadline_s=30.0)
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_a_save_that_meets_another_waits_for_it(s3_proxy: FaultProxy, s3_url: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.3)
     with Checkpointer(s3_url, attempt="a", options=options("wait")) as checkpointer:
@@ -40,6 +42,8 @@ def test_a_save_that_meets_another_waits_for_it(s3_proxy: FaultProxy, s3_url: st
     assert committed_steps(open_storage(s3_url)) == [1, 2]
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_a_save_that_meets_another_is_skipped(s3_proxy: FaultProxy, s3_url: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.3)
     with Checkpointer(s3_url, attempt="a", options=options("skip")) as checkpointer:
