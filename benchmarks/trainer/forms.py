@@ -67,7 +67,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
 def forms(model: str) -> list[tuple[str, str]]:
     """Return each op that the model has and each of its other forms."""
     hints = get_type_hints(OpsConfig)
-    ops = [field.name for field in dataclasses.fields(OpsConfig) if field.name != "attention"]
+    ops = [field.name for field in dataclasses.fields(OpsConfig) if field.name not in ("attention", "experts")]
     has_rope = model != "350m"
     return [(op, form) for op in ops if op != "rope" or has_rope for form in get_args(hints[op]) if form != "csrc"]
 

@@ -44,7 +44,8 @@ def _quick_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["503", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "cut"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["503", "reset", "cut"])
 def test_passing_faults_are_survived(s3_proxy: FaultProxy, s3_url: str, kind: str) -> None:
     storage = open_storage(s3_url)
     for name, operation in operations(storage).items():

@@ -132,6 +132,8 @@ def test_a_slow_tier_delays_no_save_and_the_newest_step_wins(tmp_path: Path, s3_
     assert_holds(s3_url, 4, SMALL, scale=4)
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.usefixtures("_impatient")
 def test_a_dead_tier_fails_no_save_and_gets_the_step_once_it_is_back(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
