@@ -61,9 +61,10 @@ def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:
     made_layer = made_mlp + (made_attention + norm + stream if again.is_full else 0)
     narrow = stream + sizes.product + travels + made_layer
     widen = stream + whole + 2 * travels + made_layer
-    if sizes.rows:  # rows of experts, and gradients of what their nonlinearity reads, which have memory of their own
+    if sizes.rows:  # rows of experts, and gradients of what their nonlinearity reads: csrc has those in its place
+        own = config.ops.experts != "csrc"
         forward += sizes.rows
-        narrow += sizes.rows + sizes.packed + sizes.product
+        narrow += sizes.rows + sizes.packed * own + sizes.product
         widen += 2 * sizes.rows + sizes.packed
     # attention's backward, while a layer that is made again as a whole has gate and up still
     freed = 0 if again.is_full else norm + sizes.packed * (not makes_mlp)
