@@ -1,6 +1,7 @@
 // Rows of experts on the CPU: sorted by one thread, everything else cut over threads by rows or tokens.
 #include "experts.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "kernels.h"
@@ -28,11 +29,12 @@ int op_sort_rows(int dtype, const int64_t* experts, int64_t num_rows, int64_t nu
 
 int64_t op_sort_rows_partials(int64_t) { return 1; }
 
-int op_gather_rows(int dtype, const void* x, const int64_t* rows, void* out, int64_t num_rows, int64_t num_cols,
-                   int64_t per_token, int num_threads) {
+int op_gather_rows(int dtype, const void* x, const int64_t* rows, const int32_t* used, void* out, int64_t num_rows,
+                   int64_t num_cols, int64_t per_token, int num_threads) {
   if (!is_dtype(dtype) || !rows_are_valid(num_rows, num_cols, per_token)) return OP_BAD_ARGUMENT;
   const int64_t row_bytes = num_cols * item_bytes(dtype);
   if (row_bytes == 0) return 0;
+  num_rows = used_rows(num_rows, used);
   parallel(num_rows, num_rows * num_cols, kGrain, num_threads, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
       std::memcpy(at(out, row * row_bytes), at(x, rows[row] / per_token * row_bytes), row_bytes);
@@ -40,10 +42,11 @@ int op_gather_rows(int dtype, const void* x, const int64_t* rows, void* out, int
   return 0;
 }
 
-int op_combine_rows(int dtype, const void* y, const int64_t* rows, int64_t* places, void* out, int64_t num_tokens,
-                    int64_t num_cols, int64_t per_token, int num_threads) {
-  if (!is_dtype(dtype) || !rows_are_valid(num_tokens, num_cols, per_token)) return OP_BAD_ARGUMENT;
-  const int64_t num_rows = num_tokens * per_token;
+int op_combine_rows(int dtype, const void* y, const int64_t* rows, const int32_t* used, int64_t* places, void* out,
+                    int64_t num_rows, int64_t num_tokens, int64_t num_cols, int64_t per_token, int num_threads) {
+  if (!is_dtype(dtype) || !rows_are_valid(num_tokens, num_cols, per_token) || num_rows < 0) return OP_BAD_ARGUMENT;
+  num_rows = used_rows(num_rows, used);
+  std::fill(places, places + num_tokens * per_token, -1);
   for (int64_t place = 0; place < num_rows; ++place) places[rows[place]] = place;
   const Kernels& use = kernels();
   parallel(num_tokens, num_rows * num_cols, kGrain, num_threads, [=, &use](int64_t begin, int64_t end) {
@@ -52,9 +55,10 @@ int op_combine_rows(int dtype, const void* y, const int64_t* rows, int64_t* plac
   return 0;
 }
 
-int op_weighted_swiglu_forward(int dtype, const void* x, const void* weights, void* y, int64_t num_rows,
-                               int64_t num_cols, int num_threads) {
+int op_weighted_swiglu_forward(int dtype, const void* x, const void* weights, const int32_t* used, void* y,
+                               int64_t num_rows, int64_t num_cols, int num_threads) {
   if (!is_dtype(dtype) || !rows_are_valid(num_rows, num_cols, 1)) return OP_BAD_ARGUMENT;
+  num_rows = used_rows(num_rows, used);
   const Kernels& use = kernels();
   const int64_t row_bytes = num_cols * item_bytes(dtype), weight_bytes = number_bytes(dtype);
   parallel(num_rows, num_rows * num_cols, kGrain, num_threads, [=, &use](int64_t begin, int64_t end) {
@@ -64,9 +68,11 @@ int op_weighted_swiglu_forward(int dtype, const void* x, const void* weights, vo
   return 0;
 }
 
-int op_weighted_swiglu_backward(int dtype, const void* dy, const void* x, const void* weights, void* dx,
-                                void* dweights, void* y, int64_t num_rows, int64_t num_cols, int num_threads) {
+int op_weighted_swiglu_backward(int dtype, const void* dy, const void* x, const void* weights, const int32_t* used,
+                                void* dx, void* dweights, void* y, int64_t num_rows, int64_t num_cols,
+                                int num_threads) {
   if (!is_dtype(dtype) || !rows_are_valid(num_rows, num_cols, 1)) return OP_BAD_ARGUMENT;
+  num_rows = used_rows(num_rows, used);
   const Kernels& use = kernels();
   const int64_t row_bytes = num_cols * item_bytes(dtype), weight_bytes = number_bytes(dtype);
   parallel(num_rows, num_rows * num_cols, kGrain, num_threads, [=, &use](int64_t begin, int64_t end) {

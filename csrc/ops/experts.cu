@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(kMaxThreads)
 // `num_units`: of 16 bytes, or of one element, a row.
 template <class Unit>
 __global__ void __launch_bounds__(kMaxThreads)
-    gather_rows(const Unit* __restrict__ x, const int64_t* __restrict__ rows, Unit* __restrict__ out, int64_t num_rows,
-                int64_t num_units, int64_t per_token) {
+    gather_rows(const Unit* __restrict__ x, const int64_t* __restrict__ rows, const int32_t* used,
+                Unit* __restrict__ out, int64_t num_rows, int64_t num_units, int64_t per_token) {
+  num_rows = used_rows(num_rows, used);
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
     const Unit* const from = x + rows[row] / per_token * num_units;
     for (int64_t i = threadIdx.x; i < num_units; i += blockDim.x) out[row * num_units + i] = from[i];
@@ -88,7 +89,9 @@ __global__ void __launch_bounds__(kMaxThreads)
 }
 
 __global__ void __launch_bounds__(kMaxThreads)
-    invert_rows(const int64_t* __restrict__ rows, int64_t* __restrict__ places, int64_t num_rows) {
+    invert_rows(const int64_t* __restrict__ rows, const int32_t* used, int64_t* __restrict__ places,
+                int64_t num_rows) {
+  num_rows = used_rows(num_rows, used);
   for (int64_t place = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; place < num_rows;
        place += int64_t{gridDim.x} * blockDim.x)
     places[rows[place]] = place;
@@ -103,7 +106,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     for (int64_t pack = threadIdx.x; pack < num_packs; pack += blockDim.x) {
       NumberOf<T> sums[kSize] = {};
       for (int64_t k = 0; k < per_token; ++k) {
-        const Values values = reinterpret_cast<const Values*>(y)[places[token * per_token + k] * num_packs + pack];
+        const int64_t place = places[token * per_token + k];
+        if (place < 0) continue;
+        const Values values = reinterpret_cast<const Values*>(y)[place * num_packs + pack];
 #pragma unroll
         for (int e = 0; e < kSize; ++e) sums[e] += values.get(e);
       }
@@ -115,10 +120,11 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 template <class T, int kSize>
 __global__ void __launch_bounds__(kMaxThreads)
-    weighted_swiglu_forward(const T* __restrict__ x, const NumberOf<T>* __restrict__ weights, T* __restrict__ y,
-                            int64_t num_rows, int64_t num_packs) {
+    weighted_swiglu_forward(const T* __restrict__ x, const NumberOf<T>* __restrict__ weights, const int32_t* used,
+                            T* __restrict__ y, int64_t num_rows, int64_t num_packs) {
   using Number = NumberOf<T>;
   using Values = Pack<T, kSize>;
+  num_rows = used_rows(num_rows, used);
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
     const Number weight = weights[row];
     const Values* const from = reinterpret_cast<const Values*>(x) + row * 2 * num_packs;
@@ -154,10 +160,11 @@ __device__ Number block_sum(Number value) {
 // Each element is read before it is written, by the same thread: dx may be x, and y dy.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kMaxThreads)
-    weighted_swiglu_backward(const T* dy, const T* x, const NumberOf<T>* __restrict__ weights, T* dx,
-                             NumberOf<T>* __restrict__ dweights, T* y, int64_t num_rows, int64_t num_packs) {
+    weighted_swiglu_backward(const T* dy, const T* x, const NumberOf<T>* __restrict__ weights, const int32_t* used,
+                             T* dx, NumberOf<T>* __restrict__ dweights, T* y, int64_t num_rows, int64_t num_packs) {
   using Number = NumberOf<T>;
   using Values = Pack<T, kSize>;
+  num_rows = used_rows(num_rows, used);
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
     const Number weight = weights[row];
     const int64_t first = row * 2 * num_packs;
@@ -195,10 +202,10 @@ unsigned num_threads_for(int64_t num_items) {  // whole warps
 unsigned num_blocks_for(int64_t num_rows) { return static_cast<unsigned>(num_rows < 1 << 20 ? num_rows : 1 << 20); }
 
 template <class Unit>
-int gather(const void* x, const int64_t* rows, void* out, int64_t num_rows, int64_t num_units, int64_t per_token,
-           void* stream) {
+int gather(const void* x, const int64_t* rows, const int32_t* used, void* out, int64_t num_rows, int64_t num_units,
+           int64_t per_token, void* stream) {
   gather_rows<<<num_blocks_for(num_rows), num_threads_for(num_units), 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const Unit*>(x), rows, static_cast<Unit*>(out), num_rows, num_units, per_token);
+      static_cast<const Unit*>(x), rows, used, static_cast<Unit*>(out), num_rows, num_units, per_token);
   return launch_status();
 }
 
@@ -218,26 +225,28 @@ int op_sort_rows_cuda(int dtype, const int64_t* experts, int64_t num_rows, int64
 
 int64_t op_sort_rows_partials_cuda(int64_t num_rows) { return num_sort_blocks(num_rows); }
 
-int op_gather_rows_cuda(int dtype, const void* x, const int64_t* rows, void* out, int64_t num_rows, int64_t num_cols,
-                        int64_t per_token, void* stream) {
+int op_gather_rows_cuda(int dtype, const void* x, const int64_t* rows, const int32_t* used, void* out,
+                        int64_t num_rows, int64_t num_cols, int64_t per_token, void* stream) {
   if (!rows_are_valid(num_rows, num_cols, per_token)) return OP_BAD_ARGUMENT;
   if (num_rows == 0 || num_cols == 0) return 0;
   return with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if (are_aligned(x, out) && num_cols % kPackSize<T> == 0)
-      return gather<uint4>(x, rows, out, num_rows, num_cols / kPackSize<T>, per_token, stream);
-    return gather<T>(x, rows, out, num_rows, num_cols, per_token, stream);
+      return gather<uint4>(x, rows, used, out, num_rows, num_cols / kPackSize<T>, per_token, stream);
+    return gather<T>(x, rows, used, out, num_rows, num_cols, per_token, stream);
   });
 }
 
-int op_combine_rows_cuda(int dtype, const void* y, const int64_t* rows, int64_t* places, void* out,
-                         int64_t num_tokens, int64_t num_cols, int64_t per_token, void* stream) {
-  if (!rows_are_valid(num_tokens, num_cols, per_token)) return OP_BAD_ARGUMENT;
+int op_combine_rows_cuda(int dtype, const void* y, const int64_t* rows, const int32_t* used, int64_t* places,
+                         void* out, int64_t num_rows, int64_t num_tokens, int64_t num_cols, int64_t per_token,
+                         void* stream) {
+  if (!rows_are_valid(num_tokens, num_cols, per_token) || num_rows < 0) return OP_BAD_ARGUMENT;
   if (num_tokens == 0 || num_cols == 0) return 0;
   const auto on = static_cast<cudaStream_t>(stream);
-  const int64_t num_rows = num_tokens * per_token;
-  invert_rows<<<num_blocks_for((num_rows + kMaxThreads - 1) / kMaxThreads), kMaxThreads, 0, on>>>(rows, places,
-                                                                                                  num_rows);
+  if (const auto status = cudaMemsetAsync(places, -1, num_tokens * per_token * sizeof(int64_t), on)) return status;
+  if (num_rows > 0)
+    invert_rows<<<num_blocks_for((num_rows + kMaxThreads - 1) / kMaxThreads), kMaxThreads, 0, on>>>(rows, used, places,
+                                                                                                    num_rows);
   return with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     const bool in_packs = are_aligned(y, out) && num_cols % kPackSize<T> == 0;
@@ -249,8 +258,8 @@ int op_combine_rows_cuda(int dtype, const void* y, const int64_t* rows, int64_t*
   });
 }
 
-int op_weighted_swiglu_forward_cuda(int dtype, const void* x, const void* weights, void* y, int64_t num_rows,
-                                    int64_t num_cols, void* stream) {
+int op_weighted_swiglu_forward_cuda(int dtype, const void* x, const void* weights, const int32_t* used, void* y,
+                                    int64_t num_rows, int64_t num_cols, void* stream) {
   if (!rows_are_valid(num_rows, num_cols, 1)) return OP_BAD_ARGUMENT;
   if (num_rows == 0) return 0;
   return with_dtype(dtype, [&](auto element) {
@@ -259,13 +268,15 @@ int op_weighted_swiglu_forward_cuda(int dtype, const void* x, const void* weight
     const int64_t num_packs = in_packs ? num_cols / kPackSize<T> : num_cols;
     const auto run = in_packs ? weighted_swiglu_forward<T, kPackSize<T>> : weighted_swiglu_forward<T, 1>;
     run<<<num_blocks_for(num_rows), num_threads_for(num_packs), 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(x), static_cast<const NumberOf<T>*>(weights), static_cast<T*>(y), num_rows, num_packs);
+        static_cast<const T*>(x), static_cast<const NumberOf<T>*>(weights), used, static_cast<T*>(y), num_rows,
+        num_packs);
     return launch_status();
   });
 }
 
-int op_weighted_swiglu_backward_cuda(int dtype, const void* dy, const void* x, const void* weights, void* dx,
-                                     void* dweights, void* y, int64_t num_rows, int64_t num_cols, void* stream) {
+int op_weighted_swiglu_backward_cuda(int dtype, const void* dy, const void* x, const void* weights,
+                                     const int32_t* used, void* dx, void* dweights, void* y, int64_t num_rows,
+                                     int64_t num_cols, void* stream) {
   if (!rows_are_valid(num_rows, num_cols, 1)) return OP_BAD_ARGUMENT;
   if (num_rows == 0) return 0;
   return with_dtype(dtype, [&](auto element) {
@@ -274,7 +285,7 @@ int op_weighted_swiglu_backward_cuda(int dtype, const void* dy, const void* x, c
     const int64_t num_packs = in_packs ? num_cols / kPackSize<T> : num_cols;
     const auto run = in_packs ? weighted_swiglu_backward<T, kPackSize<T>> : weighted_swiglu_backward<T, 1>;
     run<<<num_blocks_for(num_rows), num_threads_for(num_packs), 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const NumberOf<T>*>(weights),
+        static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const NumberOf<T>*>(weights), used,
         static_cast<T*>(dx), static_cast<NumberOf<T>*>(dweights), static_cast<T*>(y), num_rows, num_packs);
     return launch_status();
   });

@@ -121,29 +121,35 @@ OP_API int64_t op_sort_rows_partials(int64_t num_rows);
 OP_API int op_sort_rows_cuda(int dtype, const int64_t* experts, int64_t num_rows, int64_t num_experts, int64_t* rows,
                              int64_t* counts, int64_t* partials, void* stream);
 OP_API int64_t op_sort_rows_partials_cuda(int64_t num_rows);
+// Of the ops of rows that follow, `used` is null, or one int32 where the tensors are: how many of the first rows are
+// rows of tokens. What is behind them is neither read nor written.
 // out[i] [num_rows, num_cols] is the token of row rows[i]: x[rows[i] / per_token].
-OP_API int op_gather_rows(int dtype, const void* x, const int64_t* rows, void* out, int64_t num_rows, int64_t num_cols,
-                          int64_t per_token, int num_threads);
-OP_API int op_gather_rows_cuda(int dtype, const void* x, const int64_t* rows, void* out, int64_t num_rows,
-                               int64_t num_cols, int64_t per_token, void* stream);
-// out[t] [num_tokens, num_cols] is the sum of the token's rows, y[places of t * per_token + k] for k = 0, 1, ...: added
-// in this order in the arithmetic of the dtype, to 0, and rounded once. `places` [num_tokens * per_token] is scratch.
-// `rows` is a permutation, as op_sort_rows writes it. The bits are the same on CPU and CUDA.
-OP_API int op_combine_rows(int dtype, const void* y, const int64_t* rows, int64_t* places, void* out,
-                           int64_t num_tokens, int64_t num_cols, int64_t per_token, int num_threads);
-OP_API int op_combine_rows_cuda(int dtype, const void* y, const int64_t* rows, int64_t* places, void* out,
-                                int64_t num_tokens, int64_t num_cols, int64_t per_token, void* stream);
+OP_API int op_gather_rows(int dtype, const void* x, const int64_t* rows, const int32_t* used, void* out,
+                          int64_t num_rows, int64_t num_cols, int64_t per_token, int num_threads);
+OP_API int op_gather_rows_cuda(int dtype, const void* x, const int64_t* rows, const int32_t* used, void* out,
+                               int64_t num_rows, int64_t num_cols, int64_t per_token, void* stream);
+// out[t] [num_tokens, num_cols] is the sum of those of the token's rows t * per_token + k, k = 0, 1, ..., that are among
+// `rows` [num_rows], each once: added in this order in the arithmetic of the dtype, to 0, and rounded once. Row rows[i]
+// is y[i]. `places` [num_tokens * per_token] is scratch. The bits are the same on CPU and CUDA.
+OP_API int op_combine_rows(int dtype, const void* y, const int64_t* rows, const int32_t* used, int64_t* places,
+                           void* out, int64_t num_rows, int64_t num_tokens, int64_t num_cols, int64_t per_token,
+                           int num_threads);
+OP_API int op_combine_rows_cuda(int dtype, const void* y, const int64_t* rows, const int32_t* used, int64_t* places,
+                                void* out, int64_t num_rows, int64_t num_tokens, int64_t num_cols, int64_t per_token,
+                                void* stream);
 // SwiGLU of packed rows as above, times the row's weight; `weights` [num_rows] are double for OP_F64, else float. The
 // backward writes the gradients of x and of the weights, and y again. `dx` may be x itself, `y` dy itself. The result of
 // a row depends on no other.
-OP_API int op_weighted_swiglu_forward(int dtype, const void* x, const void* weights, void* y, int64_t num_rows,
-                                      int64_t num_cols, int num_threads);
-OP_API int op_weighted_swiglu_backward(int dtype, const void* dy, const void* x, const void* weights, void* dx,
-                                       void* dweights, void* y, int64_t num_rows, int64_t num_cols, int num_threads);
-OP_API int op_weighted_swiglu_forward_cuda(int dtype, const void* x, const void* weights, void* y, int64_t num_rows,
-                                           int64_t num_cols, void* stream);
-OP_API int op_weighted_swiglu_backward_cuda(int dtype, const void* dy, const void* x, const void* weights, void* dx,
-                                            void* dweights, void* y, int64_t num_rows, int64_t num_cols, void* stream);
+OP_API int op_weighted_swiglu_forward(int dtype, const void* x, const void* weights, const int32_t* used, void* y,
+                                      int64_t num_rows, int64_t num_cols, int num_threads);
+OP_API int op_weighted_swiglu_backward(int dtype, const void* dy, const void* x, const void* weights,
+                                       const int32_t* used, void* dx, void* dweights, void* y, int64_t num_rows,
+                                       int64_t num_cols, int num_threads);
+OP_API int op_weighted_swiglu_forward_cuda(int dtype, const void* x, const void* weights, const int32_t* used, void* y,
+                                           int64_t num_rows, int64_t num_cols, void* stream);
+OP_API int op_weighted_swiglu_backward_cuda(int dtype, const void* dy, const void* x, const void* weights,
+                                            const int32_t* used, void* dx, void* dweights, void* y, int64_t num_rows,
+                                            int64_t num_cols, void* stream);
 
 // Which elements a dropout drops, and where x [num_samples, num_positions, num_features] is in the global tensor.
 // The mask of an element is a function of (seed, step, layer, site) and of its global sample, position and feature.

@@ -64,6 +64,29 @@ def test_gathered_and_summed_rows_have_the_bits_of_plain_torch(
     assert torch.equal(got.cpu(), TORCH.combine(y.cpu(), rows.cpu(), num_tokens, k))
 
 
+@DTYPES
+def test_padding_takes_no_part(dtype: torch.dtype, device: str) -> None:
+    num_tokens, k, num_columns, num_used = 40, 4, 72, 57
+    rows, _ = TORCH.sort(experts_of(num_tokens, k, 5, device), 5)
+    rows = torch.cat([rows[:num_used], rows.new_full((30,), num_tokens * k)])
+    used = torch.tensor([3, num_used], dtype=torch.int32, device=device)[-1]
+    x = drawn(num_tokens, num_columns, dtype=dtype, device=device)
+    assert torch.equal(CSRC.gather(x, rows, k, used)[:num_used], TORCH.gather(x, rows, k, used)[:num_used])
+    y = drawn(len(rows), num_columns, dtype=dtype, device=device)
+    y[num_used:] = torch.nan
+    want = TORCH.combine(y[:num_used], rows[:num_used], num_tokens, k)
+    for form in (CSRC, TORCH):
+        assert torch.equal(form.combine(y, rows, num_tokens, k, used), want)
+    packed, weights, dact = swiglu_inputs(len(rows), num_columns, dtype, device)
+    assert torch.equal(
+        CSRC.weighted_swiglu(packed, weights, used)[:num_used], CSRC.weighted_swiglu(packed, weights)[:num_used]
+    )
+    whole = CSRC.weighted_swiglu_backward(dact.clone(), packed.clone(), weights)
+    some = CSRC.weighted_swiglu_backward(dact.clone(), packed.clone(), weights, used)
+    assert all(torch.equal(one[:num_used], other[:num_used]) for one, other in zip(some, whole, strict=True))
+    assert torch.equal(some[0][num_used:], packed[num_used:]), "padding is left as it is"
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double().cpu() - want).norm() / want.norm().clamp(min=1e-300))
 

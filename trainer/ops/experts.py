@@ -22,7 +22,8 @@ from trainer.ops.dtypes import wide_dtype
 class ExpertRows:
     """The ops of this file in one form: csrc, the native kernels, or torch, the functions below.
 
-    Orders and sums of rows have the same bits in both, and on CPU and CUDA.
+    Orders and sums of rows have the same bits in both, and on CPU and CUDA. `used` is how many of the first rows are of
+    tokens, an int32 on the device, or None for all: those behind are padding, whose results mean nothing.
     """
 
     form: str = "csrc"
@@ -38,45 +39,45 @@ class ExpertRows:
         native.call("sort_rows", experts_TK, experts_TK.data_ptr(), *sizes, *map(native.pointer, results))
         return rows_R, counts_E
 
-    def gather(self, x_TD: Tensor, rows_R: Tensor, k: int) -> Tensor:
+    def gather(self, x_TD: Tensor, rows_R: Tensor, k: int, used: Tensor | None = None) -> Tensor:
         """Return what `gather_rows` does."""
         if self.form != "csrc":
             return gather_rows(x_TD, rows_R, k)
         x_TD = x_TD.contiguous()
         out_RD = x_TD.new_empty(len(rows_R), x_TD.shape[1])
-        native.call("gather_rows", x_TD, *map(native.pointer, (x_TD, rows_R, out_RD)), *out_RD.shape, k)
+        native.call("gather_rows", x_TD, *map(native.pointer, (x_TD, rows_R, used, out_RD)), *out_RD.shape, k)
         return out_RD
 
-    def weighted_swiglu(self, packed_R2F: Tensor, weights_R: Tensor) -> Tensor:
+    def weighted_swiglu(self, packed_R2F: Tensor, weights_R: Tensor, used: Tensor | None = None) -> Tensor:
         """Return what `weighted_swiglu` does."""
         if self.form != "csrc":
             return weighted_swiglu(packed_R2F, weights_R)
         act_RF = packed_R2F.new_empty(len(packed_R2F), _columns(packed_R2F, weights_R))
-        tensors = (packed_R2F, weights_R, act_RF)
+        tensors = (packed_R2F, weights_R, used, act_RF)
         native.call("weighted_swiglu_forward", packed_R2F, *map(native.pointer, tensors), *act_RF.shape)
         return act_RF
 
     def weighted_swiglu_backward(
-        self, dact_RF: Tensor, packed_R2F: Tensor, weights_R: Tensor
+        self, dact_RF: Tensor, packed_R2F: Tensor, weights_R: Tensor, used: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `weighted_swiglu_backward` does; as csrc in the memory of the packed rows and of `dact`."""
         if self.form != "csrc":
             return weighted_swiglu_backward(dact_RF, packed_R2F, weights_R)
         dact_RF, dweights_R = dact_RF.contiguous(), torch.empty_like(weights_R)
         num_columns = _columns(packed_R2F, weights_R)
-        tensors = (dact_RF, packed_R2F, weights_R, packed_R2F, dweights_R, dact_RF)
+        tensors = (dact_RF, packed_R2F, weights_R, used, packed_R2F, dweights_R, dact_RF)
         sizes = (len(packed_R2F), num_columns)
         native.call("weighted_swiglu_backward", packed_R2F, *map(native.pointer, tensors), *sizes)
         return packed_R2F, dweights_R, dact_RF
 
-    def combine(self, y_RD: Tensor, rows_R: Tensor, num_tokens: int, k: int) -> Tensor:
+    def combine(self, y_RD: Tensor, rows_R: Tensor, num_tokens: int, k: int, used: Tensor | None = None) -> Tensor:
         """Return what `combine` does."""
         if self.form != "csrc":
             return combine(y_RD, rows_R, num_tokens, k)
         y_RD = y_RD.contiguous()
-        out_TD, places_R = y_RD.new_empty(num_tokens, y_RD.shape[1]), torch.empty_like(rows_R)
-        tensors = (y_RD, rows_R, places_R, out_TD)
-        native.call("combine_rows", y_RD, *map(native.pointer, tensors), *out_TD.shape, k)
+        out_TD, places_TK = y_RD.new_empty(num_tokens, y_RD.shape[1]), rows_R.new_empty(num_tokens * k)
+        tensors = (y_RD, rows_R, used, places_TK, out_TD)
+        native.call("combine_rows", y_RD, *map(native.pointer, tensors), len(rows_R), *out_TD.shape, k)
         return out_TD
 
 
@@ -105,8 +106,8 @@ def sort_rows(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def gather_rows(x_TD: Tensor, rows_R: Tensor, k: int) -> Tensor:
-    """Return the tokens of rows, [R, D]."""
-    return x_TD.index_select(0, rows_R // k)
+    """Return the tokens of rows, [R, D]; padding, of number T K, has what the last token has."""
+    return x_TD.index_select(0, rows_R.clamp(max=len(x_TD) * k - 1) // k)
 
 
 def weighted_swiglu(packed_R2F: Tensor, weights_R: Tensor) -> Tensor:
@@ -128,16 +129,10 @@ def weighted_swiglu_backward(dact_RF: Tensor, packed_R2F: Tensor, weights_R: Ten
 
 
 def combine(y_RD: Tensor, rows_R: Tensor, num_tokens: int, k: int) -> Tensor:
-    """Return the sum of each token's rows, [T, D]: those of its first expert first, in the wide dtype."""
-    places_R = torch.empty_like(rows_R).scatter_(0, rows_R, torch.arange(len(rows_R), device=rows_R.device))
-    out_TD = torch.zeros(num_tokens, y_RD.shape[1], dtype=wide_dtype(y_RD.dtype), device=y_RD.device)
-    for places_T in places_R.view(num_tokens, k).unbind(1):
-        out_TD += y_RD.index_select(0, places_T)
-    return out_TD.to(y_RD.dtype)
+    """Return the sum of each token's rows, [T, D]: those of its first expert first, in the wide dtype.
 
-
-def combine_some(y_RD: Tensor, rows_R: Tensor, num_tokens: int, k: int) -> Tensor:
-    """Return the same of some rows, as a rank of ep has them: others, and padding of number T K, count as zeros."""
+    Rows that are not there count as zeros: a rank of ep has some, and padding of number T K.
+    """
     places_R = rows_R.new_full((num_tokens * k + 1,), -1)
     places_R.scatter_(0, rows_R, torch.arange(len(rows_R), device=rows_R.device))
     out_TD = torch.zeros(num_tokens, y_RD.shape[1], dtype=wide_dtype(y_RD.dtype), device=y_RD.device)

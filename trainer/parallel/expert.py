@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.linear.grouped import GroupedGemm
 from trainer.mesh.group import Group
-from trainer.ops.experts import NATIVE, ExpertRows, combine_some
+from trainer.ops.experts import NATIVE, ExpertRows
 from trainer.parallel.rows import RowLimit
 from trainer.parallel.tensor import TensorParallel
 
@@ -78,13 +78,9 @@ class ExpertParallel:
         is_padding_R = torch.arange(size, device=rows_R.device) >= ends_E[-1]
         return rows_R[:size].masked_fill(is_padding_R, num_rows), ends_E.int()
 
-    def tokens(self, x_SD: Tensor, rows_R: Tensor, k: int) -> Tensor:
-        """Return what the tokens of rows have, [R, D]; padding has what the last token has."""
-        return self.ops.gather(x_SD, rows_R if self.ep.size == 1 else rows_R.clamp(max=len(x_SD) * k - 1), k)
-
-    def combine(self, y_RD: Tensor, rows_R: Tensor, num_tokens: int, k: int) -> Tensor:
-        """Return the sum of each token's rows, [S, D], of those that this rank has."""
-        return (self.ops.combine if self.ep.size == 1 else combine_some)(y_RD, rows_R, num_tokens, k)
+    def used(self, ends_E: Tensor) -> Tensor | None:
+        """Return how many rows are of tokens, on the device; None if all are."""
+        return ends_E[-1] if self.ep.size > 1 else None
 
     def widen(self, x_TD: Tensor, up: GroupedGemm, rows_R: Tensor, ends_E: Tensor, k: int) -> Tensor:
         """Return the packed gate|up of rows, [R, 2 F]; kept for the backward are x and numbers of rows."""
@@ -105,18 +101,19 @@ class _Widen(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TD, rows_R, ends_E)
         ctx.experts, ctx.up, ctx.k, ctx.epoch = experts, up, k, up.weight.epoch
-        return up.forward(experts.tokens(experts.gather(x_TD), rows_R, k), ends_E)
+        return up.forward(experts.ops.gather(experts.gather(x_TD), rows_R, k, experts.used(ends_E)), ends_E)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dpacked_R2F: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, rows_R, ends_E = ctx.saved_tensors
         experts, up, k = ctx.experts, ctx.up, ctx.k
+        ops, used = experts.ops, experts.used(ends_E)
         up.weight.check(ctx.epoch)
         x_SD = experts.gather(x_TD)
         dx_RD = up.dgrad(dpacked_R2F, ends_E)
-        dx_TD = experts.sum(experts.combine(dx_RD, rows_R, len(x_SD), k))
-        up.wgrad(lambda: (dpacked_R2F, experts.tokens(x_SD, rows_R, k)), ends_E)
+        dx_TD = experts.sum(ops.combine(dx_RD, rows_R, len(x_SD), k, used))
+        up.wgrad(lambda: (dpacked_R2F, ops.gather(x_SD, rows_R, k, used)), ends_E)
         return dx_TD, None, None, None, None, None
 
 
@@ -135,18 +132,20 @@ class _Narrow(torch.autograd.Function):
         weights_R = F.pad(weights_SK.flatten(), (0, 1)).index_select(0, rows_R)  # padding has none
         ctx.save_for_backward(packed_R2F, weights_R, rows_R, ends_E)
         ctx.experts, ctx.down, ctx.shape, ctx.epoch = experts, down, weights_SK.shape, down.weight.epoch
-        y_RD = down.forward(experts.ops.weighted_swiglu(packed_R2F, weights_R), ends_E)
-        return experts.sum(experts.combine(y_RD, rows_R, *weights_SK.shape))
+        ops, used = experts.ops, experts.used(ends_E)
+        y_RD = down.forward(ops.weighted_swiglu(packed_R2F, weights_R, used), ends_E)
+        return experts.sum(ops.combine(y_RD, rows_R, *weights_SK.shape, used))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
         packed_R2F, weights_R, rows_R, ends_E = ctx.saved_tensors
         experts, down, (_, k) = ctx.experts, ctx.down, ctx.shape
+        ops, used = experts.ops, experts.used(ends_E)
         down.weight.check(ctx.epoch)
         dout_SD = experts.gather(dout_TD.contiguous())
-        dact_RF = down.dgrad(experts.tokens(dout_SD, rows_R, k), ends_E)
-        dpacked_R2F, dweights_R, act_RF = experts.ops.weighted_swiglu_backward(dact_RF, packed_R2F, weights_R)
-        down.wgrad(lambda: (experts.tokens(dout_SD, rows_R, k), act_RF), ends_E)
+        dact_RF = down.dgrad(ops.gather(dout_SD, rows_R, k, used), ends_E)
+        dpacked_R2F, dweights_R, act_RF = ops.weighted_swiglu_backward(dact_RF, packed_R2F, weights_R, used)
+        down.wgrad(lambda: (ops.gather(dout_SD, rows_R, k, used), act_RF), ends_E)
         dweights = dweights_R.new_zeros(ctx.shape.numel() + 1).scatter_(0, rows_R, dweights_R)
         return dpacked_R2F, experts.sum(dweights[:-1].view(ctx.shape)), None, None, None, None

@@ -58,9 +58,9 @@ def higher_numbers_first(real: Any, scores_TE: torch.Tensor, k: int) -> torch.Te
 
 
 def only_the_first(
-    real: Any, self: ExpertRows, y_RD: torch.Tensor, rows_R: torch.Tensor, num_tokens: int, k: int
+    real: Any, self: ExpertRows, y_RD: torch.Tensor, rows_R: torch.Tensor, num_tokens: int, k: int, *used: Any
 ) -> torch.Tensor:
-    return real(self, y_RD * (rows_R % k < k - 1).unsqueeze(1), rows_R, num_tokens, k)
+    return real(self, y_RD * (rows_R % k < k - 1).unsqueeze(1), rows_R, num_tokens, k, *used)
 
 
 def of_other_rows(real: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -173,7 +173,11 @@ MOE_FAULTS = [
     Fault(
         "the weights of a token's experts count twice",
         None,
-        wrapping(ExpertRows, "weighted_swiglu", lambda real, self, packed, weights: real(self, packed, weights**2)),
+        wrapping(
+            ExpertRows,
+            "weighted_swiglu",
+            lambda real, self, packed, weights, used: real(self, packed, weights**2, used),
+        ),
         **WHOLE,
     ),
     Fault("each expert's rows end one later", None, wrapping(ExpertParallel, "rows", moved_by_one), **WHOLE),
