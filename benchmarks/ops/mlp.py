@@ -68,7 +68,7 @@ def trained(x_TD: Tensor, dy_TD: Tensor, up: Tensor, down: Tensor) -> Callable[[
 
     def run() -> None:
         for weight in weights:
-            weight.begin_step()
+            weight.begin_sum()
         packed_TC = linear(x_TD.detach().requires_grad_(), weights[0])
         linear(packed_TC, weights[1], make_x=SWIGLU).backward(dy_TD)
 

@@ -75,6 +75,7 @@ FULL, KEPT = ("--recompute", "full"), ("--recompute", "full", "--recompute-keep"
 LONG, LONGER = ("--train.seq-length", 65536), ("--train.seq-length", 131072)
 DOCUMENTS = ("--data.document-mask", "true")
 TITAN_4B, TITAN_8B = "tt.py --model 4b", "tt.py --model 8b"
+TITAN_MOE = "tt.py --model moe1 --bs 4 --balanced 1"
 TITAN_LONG = f"{TITAN} --bs 1 --seq 65536 --cp 2 --steps 8 --warm 3"
 TITAN_LONGER = f"{TITAN_8B} --bs 1 --seq 131072 --cp 4 --ac full --steps 5 --warm 2"
 ROWS = {
@@ -132,6 +133,9 @@ ROWS = {
                          peers=(TITAN_LONGER,)),
     "8b-cp4-longer-documents": Row("8b", 1, 1, cp=4, more=(*LONGER, *KEPT, *ZERO_3, *DOCUMENTS),
                                    beside="8b-cp4-longer"),
+    "moe1-ep2": Row("moe1", 4, 8, dp=2, more=("--ep", 2), peers=(TITAN_MOE, f"{TITAN_MOE} --ep 2")),
+    "moe1-dp2": Row("moe1", 4, 8, dp=2, beside="moe1-ep2"),
+    "7b-a1b-ep4": Row("7b-a1b", 4, 64, dp=4, more=("--ep", 4)),
     "3.8b-dp4": Row("3.8b", 16, 128, dp=4, beside="3.8b"),
     "3.8b-tp2-pp2": Row("3.8b", 8, 128, tp=2, pp=2, beside="3.8b"),
 }  # fmt: skip

@@ -4,8 +4,10 @@
     torchrun --standalone --nproc-per-node 4 benchmarks/trainer/step.py --tp 2 --pp 2 --trace step.json.gz
 
 Every flag of `trainer train` that says what a step is may be added. Tokens are random, the state is drawn, nothing is
-read or saved. The step is the median after four; then one step is profiled, and the first rank's kernels are added by
-kind; `--trace` keeps its timeline for a browser's trace viewer. For a peer, run it on the same GPU before and after.
+read or saved. Of a model with experts `--routes` says where tokens go, in place of their scores: to all experts evenly,
+with 1.45 times the mean to those of the first rank of ep, or each token to the same ones. The step is the median after
+four; then one step is profiled, and the first rank's kernels are added by kind; `--trace` keeps its timeline for a
+browser's trace viewer. For a peer, run it on the same GPU before and after.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from trainer.config.walk import load_config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import mesh_of
+from trainer.model import router
 from trainer.model.microbatch import Batch
 from trainer.run.queues import ranks_of
 
@@ -35,6 +39,8 @@ WARMUP_STEPS = 4
 KINDS = {  # the first whose pattern is in a kernel's name
     "transfers": r"nccl",
     "attention": r"cudnn|flash|fmha",
+    "gradients of experts": r"add_products",
+    "rows of experts": r"gather_rows|combine_rows|place_rows|count_rows|scan_counts|invert_rows|weighted_swiglu",
     "matrix products": r"nvjet|gemm|cutlass",
     "RoPE": r"rope",
     "cross-entropy": r"op_logits|SoftMax",
@@ -50,6 +56,7 @@ def main() -> int:
     parser = Parser(prog="step.py", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="1b", help="a model of this folder, or a configuration file")
     parser.add_argument("--steps", type=int, default=12, help="steps timed, the first four left out")
+    parser.add_argument("--routes", choices=("even", "uneven", "same"), help="where tokens go, not to the best experts")
     parser.add_argument("--trace", metavar="FILE", help="write the profile of the first rank there")
     add_option(parser)
     add_settings(parser, Config, is_shown=False)
@@ -60,6 +67,10 @@ def main() -> int:
 def benchmark(arguments: argparse.Namespace) -> int:
     """Time steps, then profile one."""
     config = configured(arguments.model, settings_of(arguments), world_size())
+    if arguments.routes:
+        share = 1.45 if arguments.routes == "uneven" else 1.0
+        router.best = partial(same if arguments.routes == "same" else fixed, share=share / config.parallel.ep,
+                              num_first=config.model.num_experts // config.parallel.ep)  # fmt: skip
     with ranks_of(config) as ranks:
         engine, batch = engine_and_batch(config, ranks)
         median = statistics.median(seconds(engine, batch, arguments.steps)[WARMUP_STEPS:])
@@ -68,13 +79,15 @@ def benchmark(arguments: argparse.Namespace) -> int:
         with torch.profiler.profile(activities=[kind]) as profile:
             engine.train_step(arguments.steps + 1, batch)
         if ranks.rank == 0:
-            peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+            peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if on_gpu else (0, 0)
             name = torch.cuda.get_device_name() if on_gpu else "CPU"
             layout, shape = engine.mesh.layout, batch.tokens.shape
             num_ranks = layout.tp * layout.cp * layout.pp
             print(f"{name}, {layout}, attention {engine.choices.names['attention']}: ", end="")
             print(f"{shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
-            print(f"{1e3 * median:.1f} ms, {shape.numel() / median / num_ranks:,.0f} tok/s, {peak:.1f} GiB")
+            print(
+                f"{1e3 * median:.1f} ms, {shape.numel() / median / num_ranks:,.0f} tok/s, {peak / 2**30:.1f} GiB, {reserved / 2**30:.1f} reserved"
+            )
             claim = f"a step of {arguments.model}, {shape[0]} x {shape[1]} x {shape[2]}, {layout}"
             arguments.record.add(claim, 1e3 * median, "ms")
             print_kinds(profile)
@@ -112,6 +125,21 @@ def seconds(engine: Engine, batch: Batch, num_steps: int) -> list[float]:
         running = following
     running.read()
     return [end - begin for begin, end in pairwise(ends)]
+
+
+def fixed(scores_TE: torch.Tensor, k: int, *, share: float, num_first: int) -> torch.Tensor:
+    """Return experts of tokens: a share of all rows goes to the first ones evenly, the rest to the others evenly."""
+    num_tokens, num_experts = scores_TE.shape
+    rows_R = torch.arange(num_tokens * k, device=scores_TE.device)
+    before_R = (rows_R.double() * share).long()
+    is_first_R = ((rows_R + 1).double() * share).long() > before_R
+    others_R = num_first + (rows_R - before_R) % max(num_experts - num_first, 1)
+    return torch.where(is_first_R, before_R % num_first, others_R).view(num_tokens, k)
+
+
+def same(scores_TE: torch.Tensor, k: int, **_: object) -> torch.Tensor:
+    """Return the first experts for each token."""
+    return torch.arange(k, device=scores_TE.device).expand(len(scores_TE), k).contiguous()
 
 
 def print_kinds(profile: torch.profiler.profile) -> None:

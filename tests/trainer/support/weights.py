@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def handle(values: Tensor, *, contributes: bool = True) -> tuple[Weight, Tensor]:
     """A weight and its gradient, which holds NaN until something is written there."""
-    gradient = torch.full(values.shape, float("nan"), dtype=wide_dtype(values.dtype))
+    gradient = torch.full_like(values, torch.nan, dtype=wide_dtype(values.dtype))
     return Weight("w", values.clone(), gradient, contributes=contributes), gradient
 
 
