@@ -85,9 +85,8 @@ def benchmark(arguments: argparse.Namespace) -> int:
             num_ranks = layout.tp * layout.cp * layout.pp
             print(f"{name}, {layout}, attention {engine.choices.names['attention']}: ", end="")
             print(f"{shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
-            print(
-                f"{1e3 * median:.1f} ms, {shape.numel() / median / num_ranks:,.0f} tok/s, {peak / 2**30:.1f} GiB, {reserved / 2**30:.1f} reserved"
-            )
+            print(f"{1e3 * median:.1f} ms, {shape.numel() / median / num_ranks:,.0f} tok/s, ", end="")
+            print(f"{peak / 2**30:.1f} GiB, {reserved / 2**30:.1f} reserved")
             claim = f"a step of {arguments.model}, {shape[0]} x {shape[1]} x {shape[2]}, {layout}"
             arguments.record.add(claim, 1e3 * median, "ms")
             print_kinds(profile)
