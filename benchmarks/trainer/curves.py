@@ -1,11 +1,12 @@
-"""Losses of a model on one GPU: `trainer train` with its fused ops beside plain torch, on the same tokens.
+"""Losses of a model: `trainer train` with its fused ops beside plain torch, on one GPU and the same tokens.
 
-    python benchmarks/trainer/curves.py --output DIR [--model 1b] [--train-steps 200]
+    python benchmarks/trainer/curves.py --output DIR [--model 1b] [--train-steps 200] [--also zero-1 zero-3 cp-2 ...]
 
 "fused" is the default, "torch" the same run with each op in plain torch (`[ops]`). "script" is what a script would
 have: `torch.nn.functional` under autocast to bf16, fp32 weights and residual stream, `torch.optim.AdamW` and
 `clip_grad_norm_`. All start from the same weights, the script once more, as "moved", from weights 1/2000 larger: how
-far two runs drift apart that differ in nothing else. The losses are in DIR/{fused,torch,script,moved}.jsonl, for
+far two runs drift apart that differ in nothing else. `--also` trains the same in other ways, on two GPUs or with parts of
+the forward made again, each beside "fused". The losses are in DIR/{fused,torch,script,moved}.jsonl, for
 `tools/plot_metrics.py`.
 """
 
@@ -36,6 +37,14 @@ SHAPES = {"1b": 4, "350m": 16}  # samples a step, in one micro-batch
 SHOWN = (1, 10, 50, 100, 150, 200)  # steps
 # At 3e-4, after 5 steps or 50, losses jump, and two runs of one script drift apart by 1e-2: that compares nothing.
 OPTIM = {"lr": 5e-5, "min_lr": 5e-6, "warmup_steps": 50}
+ALSO: dict[str, tuple[dict[str, int], list[object]]] = {  # sizes of a layout, and flags
+    **{f"zero-{stage}": ({"dp": 2}, ["--zero-stage", stage]) for stage in (1, 2, 3)},
+    "cp-2": ({"cp": 2}, []),
+    "norms": ({}, ["--recompute", "selective"]),
+    "mlp": ({}, ["--recompute", "selective", "--recompute-modules", "norms,mlp"]),
+    "attention": ({}, ["--recompute", "selective", "--recompute-modules", "attention"]),
+    "full": ({}, ["--recompute", "full"]),
+}
 PLAIN = ("norm", "rope", "activation", "cross-entropy", "adamw")
 
 
@@ -44,6 +53,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for all that the benchmark makes")
     parser.add_argument("--model", choices=SHAPES, default="1b", help="which of the models here")
     parser.add_argument("--train-steps", type=int, default=200, help="steps of both")
+    parser.add_argument("--also", nargs="+", choices=ALSO, default=[], help="what else is trained")
     add_option(parser)
     parser.set_defaults(handler=benchmark)
     return run(parser)
@@ -59,8 +69,11 @@ def benchmark(arguments: argparse.Namespace) -> int:
     in_torch = [word for op in PLAIN for word in (f"--ops.{op}", "torch")]
     losses = {}
     for name, ops in (("fused", []), ("torch", [*in_torch, "--ops.attention", "sdpa-flash"])):
-        lines, _ = train(ROOT, output / f"{name}.jsonl", row, *flags, *ops)
-        losses[name] = [line["loss"] for line in lines]
+        losses[name] = trained(output / f"{name}.jsonl", row, *flags, *ops)
+    for name in arguments.also:
+        sizes, more = ALSO[name]
+        other = Row(arguments.model, samples // sizes.get("dp", 1), samples, **sizes)
+        losses[name] = trained(output / f"{name}.jsonl", other, *flags, *more)
     tables = read_toml(str(HERE / f"{arguments.model}.toml"))
     sizes = {"train_steps": steps, "micro_batch_size": samples, "global_batch_size": samples}
     tables = {**tables, "train": tables["train"] | sizes, "data": {"stores": [str(store)]}}
@@ -74,13 +87,24 @@ def benchmark(arguments: argparse.Namespace) -> int:
     print("step" + "".join(f"{name:>9}" for name in losses))
     for step in (each for each in SHOWN if each <= steps):
         print(f"{step:>4}" + "".join(f"{each[step - 1]:>9.4f}" for each in losses.values()))
-    for name, other in (("fused", "torch"), ("fused", "script"), ("moved", "script")):
+    pairs = [
+        ("fused", "torch"),
+        ("fused", "script"),
+        ("moved", "script"),
+        *((name, "fused") for name in arguments.also),
+    ]
+    for name, other in pairs:
         gaps = [loss - plain for loss, plain in zip(losses[name], losses[other], strict=True)]
         largest, typical = max(map(abs, gaps)), statistics.median(map(abs, gaps))
         print(f"{name} less {other}: largest {largest:.1e}, median {typical:.1e}, mean {statistics.mean(gaps):+.1e}")
         claim = f"largest difference of a loss, {arguments.model}, {name} from {other}"
         arguments.record.add(claim, largest, f"in {steps} steps")
     return 0
+
+
+def trained(metrics: Path, row: Row, *flags: object) -> list[float]:
+    """Return the loss of each step of the trainer."""
+    return [line["loss"] for line in train(ROOT, metrics, row, *flags)[0]]
 
 
 def script_losses(config: Config, device: torch.device, scale: float) -> list[float]:
