@@ -5,8 +5,8 @@
 "fused" is the default, "torch" the same run with each op in plain torch (`[ops]`). "script" is what a script would
 have: `torch.nn.functional` under autocast to bf16, fp32 weights and residual stream, `torch.optim.AdamW` and
 `clip_grad_norm_`. All start from the same weights, the script once more, as "moved", from weights 1/2000 larger: how
-far two runs drift apart that differ in nothing else. `--also` trains the same in other ways, on two GPUs or with parts of
-the forward made again, each beside "fused". The losses are in DIR/{fused,torch,script,moved}.jsonl, for
+far two runs drift apart that differ in nothing else. `--also` trains the same in other ways, on two GPUs or with
+parts of the forward made again, each beside "fused". The losses are in DIR/{fused,torch,script,moved}.jsonl, for
 `tools/plot_metrics.py`.
 """
 
