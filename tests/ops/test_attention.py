@@ -124,6 +124,34 @@ def test_more_keys_than_queries_and_fewer(device: str) -> None:
     check(Reference(), [q, k[:90], v[:90], dout], Mask(bounds_q, bounds_k, 170, 60))
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_keys_that_no_query_sees_have_no_gradient(backend: Backend, size: int, device: str) -> None:
+    """Documents that begin on another rank and end there, or whose first keys are outside of the window."""
+    dtype = torch.bfloat16 if device == "cuda" and backend.name != "reference" else torch.float64
+    bounds_q, bounds_k = (
+        torch.tensor(bounds, dtype=torch.int32, device=device) for bounds in ([0, 30, 30, 300], [0, 40, 90, 390])
+    )
+    ran = 0
+    for window, unseen in ((None, slice(40, 90)), (20, slice(90, 101))):
+        mask = Mask(bounds_q, bounds_k, 270, 300, window)
+        q, k, v, dout = (
+            torch.randn(num, heads, size, device=device).to(dtype)
+            for num, heads in ((300, 4), (390, 2), (390, 2), (300, 4))
+        )
+        if backend.refusal(q, k, mask) is not None:
+            continue
+        ran += 1
+        for like in (k, v, k):  # what is handed out as new memory holds no zeros by chance
+            torch.full_like(like, torch.nan)
+        got = results([q, k, v, dout], lambda q, k, v, mask=mask: attention(q, k, v, mask, backend))
+        want = results([each.double() for each in (q, k, v, dout)], lambda q, k, v, mask=mask: exact(q, k, v, mask)[0])
+        for name, one, other in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            assert relative_error(one, other) < TOLERANCES[dtype], name
+        assert not any(gradient[unseen].any() for gradient in got[2:])
+    assert ran or backend.name != "reference"
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_on_the_cpu_it_is_scaled_dot_product_attention_bit_for_bit(heads: tuple[int, int], dtype: torch.dtype) -> None:
