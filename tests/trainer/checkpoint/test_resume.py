@@ -1,11 +1,15 @@
 """What a run records in the roots that it saves, and which steps it keeps."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckptkit.check.hash import hash_checkpoint
+from ckptkit.check.stats import tensor_statistics
+from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root
 from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.support.training import call, lines
@@ -75,3 +79,22 @@ def test_a_run_keeps_the_steps_that_its_rules_name(job_config: Path, tmp_path: P
     train(job_config, tmp_path, 8, "--checkpoint.keep-last", 1, "--checkpoint.keep-every", 4)
     assert committed_steps(open_storage(tmp_path / "run")) == [4, 8]
     assert all(save["ok"] for save in lines(tmp_path / "m.jsonl", "save"))
+
+
+OF_EXPERTS = {"num-experts": 8, "experts-per-token": 2, "expert-ffn-hidden-size": 16, "moe-balance": "bias"}
+
+
+def test_experts_and_their_biases_go_on_bit_for_bit(job_config: Path, tmp_path: Path) -> None:
+    flags = [word for name, value in OF_EXPERTS.items() for word in (f"--model.{name}", value)]
+    for folder, ends in (("whole", (4,)), ("resumed", (2, 4))):
+        for num_steps in ends:
+            train(job_config, tmp_path / folder, num_steps, *flags, "--model.moe-bias-rate", 0.05)
+    runs = [tmp_path / folder / "run" for folder in ("whole", "resumed")]
+    whole, resumed = ([(line["step"], line["loss"]) for line in lines(run.parent / "m.jsonl")] for run in runs)
+    assert whole == resumed
+    with ExitStack() as stack:
+        readers = [stack.enter_context(CheckpointReader(open_storage(run), 4)) for run in runs]
+        assert hash_checkpoint(readers[0]) == hash_checkpoint(readers[1])
+        biases = tensor_statistics(readers[1], only=["*.router.expert_bias"])
+    assert len(biases) == 3
+    assert all(statistics.max for statistics in biases.values())

@@ -49,7 +49,8 @@ def numbers_of_kv_heads(layout: ParallelLayout) -> list[int]:
 @st.composite
 def mixtures(draw: st.DrawFn, layout: ParallelLayout, num_layers: int) -> dict[str, Any]:
     """What makes a model one with experts, some of which may have no token."""
-    num_experts = draw(st.integers(1, 9))
+    num_sharing = draw(st.sampled_from(divisors(layout.cp * layout.dp * layout.tp)))
+    num_experts = num_sharing * draw(st.integers(1, max(9 // num_sharing, 1)))
     return {
         "num_experts": num_experts,
         "experts_per_token": draw(st.integers(1, num_experts)),
@@ -58,7 +59,21 @@ def mixtures(draw: st.DrawFn, layout: ParallelLayout, num_layers: int) -> dict[s
         "first_dense_layers": draw(st.integers(0, num_layers - 1)),
         "router_score": draw(st.sampled_from(["softmax", "sigmoid"])),
         "router_norm_topk": draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"moe_balance": "bias", "moe_bias_rate": 0.05}])),
     }
+
+
+@st.composite
+def expert_layouts(draw: st.DrawFn, layout: ParallelLayout, num_experts: int, *, cuts_tokens: bool) -> dict[str, Any]:
+    """Ranks of ep, borrowed from dp and cp, or with etp 1 from tp too; steps that need more rows are repeated."""
+    etp = draw(st.sampled_from(["tp", "1"])) if cuts_tokens and layout.tp > 1 else "tp"
+    num_ranks = layout.cp * layout.dp * (layout.tp if etp == "1" else 1)
+    sizes = divisors(math.gcd(num_experts, num_ranks))[1:]
+    if etp == "1":  # all ranks of tp are among those of ep
+        sizes = [size for size in sizes if size % layout.tp == 0]
+    if not sizes or draw(st.sampled_from([False, False, True])):
+        return {}
+    return {"ep": draw(st.sampled_from(sizes)), "etp": etp, "moe_rows": draw(st.sampled_from([1.0, 1.5, 16.0]))}
 
 
 @st.composite
@@ -71,6 +86,9 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
     micro_batch, num_microbatches = draw(st.integers(1, 2)), draw(st.integers(1, 4))
     virtual = draw(st.sampled_from([1, 1, 2, 3])) if layout.pp > 1 else 1
     options: dict[str, Any] = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.items()}
+    has_experts = draw(st.sampled_from([False, False, True]))
+    if has_experts:
+        options |= {"activation": "swiglu", "bias": False}
     # a norm of two numbers is nearly their sign: rounding alone then moves losses by more than parity allows
     head_sizes = [4] if options["qk_norm"] or num_heads == 1 else [2, 4]
     model = ModelConfig(
@@ -80,7 +98,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         vocab_size=draw(st.integers(layout.tp, 23)), round_vocab_to=draw(st.sampled_from([1, 4])), init_std=0.3,
         window_every=draw(st.sampled_from([0, 2, 3])) if options["window"] else 0, **options,
     )  # fmt: skip
-    if model.activation == "swiglu" and not model.bias and draw(st.sampled_from([False, False, True])):
+    if has_experts:
         model = replace(model, **draw(mixtures(layout, model.num_layers)))
     sequence_parallel, zero_stage = draw(st.sampled_from(["auto", "off"])), draw(st.sampled_from([0, 1, 2, 3]))
     cp_method = draw(st.sampled_from(["auto", "ulysses", "allgather"])) if layout.cp > 1 else "auto"
@@ -88,6 +106,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
     num_parts = layout.cp * (2 if gathers else 1)
     seq_length = draw(st.integers(2, 6)) if layout.cp == 1 else num_parts * draw(st.integers(1, 12 // num_parts or 1))
     cuts_tokens = sequence_parallel == "auto" and micro_batch * seq_length % num_sharing == 0
+    of_experts = draw(expert_layouts(layout, model.num_experts, cuts_tokens=cuts_tokens)) if has_experts else {}
     num_stages = layout.pp * virtual
     extra = draw(st.integers(0, num_stages - 1))  # the stage of a layer that the stages do not divide
     by_hand = [1 + (stage == extra) * (model.num_layers - num_stages) for stage in range(num_stages)]
@@ -103,6 +122,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
             zero_whole_kib=draw(st.sampled_from([0, 1])) if zero_stage > 1 else 1024,
             dp_shard=draw(st.sampled_from([0, *divisors(layout.dp)])) if zero_stage > 1 else 0,
             reshard_after_forward=draw(st.sampled_from(["auto", "on", "off"])) if zero_stage == 3 else "auto",
+            **of_experts,
         ),
         # with an eps of 1e-8 gradients that are 0 but for rounding would move weights by 1e-9
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=draw(st.sampled_from([0.0, 0.05])), warmup_steps=1, eps=1e-5),

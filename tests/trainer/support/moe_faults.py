@@ -93,6 +93,10 @@ def router_of_one_rank(real: Any, config: Any) -> Any:
     return {name: replace(row, is_partial=".router." not in name) for name, row in real(config).items()}
 
 
+def router_of_all_ranks(real: Any, config: Any) -> Any:
+    return {name: replace(row, is_partial=row.is_partial or ".router." in name) for name, row in real(config).items()}
+
+
 def detached_sum(real: Any, scores_TK: torch.Tensor, model: Any) -> torch.Tensor:
     return scores_TK / scores_TK.detach().sum(1, keepdim=True)
 
@@ -211,6 +215,12 @@ MOE_FAULTS = [
         TP,
         wrapping(engine, "parameter_table", router_of_one_rank),
         **CUT,
+    ),
+    Fault(
+        "both tp ranks contribute the gradient of a router, of the same tokens",
+        TP,
+        wrapping(engine, "parameter_table", router_of_all_ranks),
+        **WHOLE,
     ),
     Fault(
         "gradients of experts' weights are not summed over tp",
