@@ -86,14 +86,14 @@ OF_EXPERTS = {"num-experts": 8, "experts-per-token": 2, "expert-ffn-hidden-size"
 
 def test_experts_and_their_biases_go_on_bit_for_bit(job_config: Path, tmp_path: Path) -> None:
     flags = [word for name, value in OF_EXPERTS.items() for word in (f"--model.{name}", value)]
-    for folder, ends in (("whole", (4,)), ("resumed", (2, 4))):
+    for folder, ends in (("whole", (3,)), ("resumed", (2, 3))):
         for num_steps in ends:
             train(job_config, tmp_path / folder, num_steps, *flags, "--model.moe-bias-rate", 0.05)
     runs = [tmp_path / folder / "run" for folder in ("whole", "resumed")]
     whole, resumed = ([(line["step"], line["loss"]) for line in lines(run.parent / "m.jsonl")] for run in runs)
     assert whole == resumed
     with ExitStack() as stack:
-        readers = [stack.enter_context(CheckpointReader(open_storage(run), 4)) for run in runs]
+        readers = [stack.enter_context(CheckpointReader(open_storage(run), 3)) for run in runs]
         assert hash_checkpoint(readers[0]) == hash_checkpoint(readers[1])
         biases = tensor_statistics(readers[1], only=["*.router.expert_bias"])
     assert len(biases) == 3
