@@ -134,7 +134,8 @@ class _Narrow(torch.autograd.Function):
         ctx.experts, ctx.down, ctx.shape, ctx.epoch = experts, down, weights_SK.shape, down.weight.epoch
         ops, used = experts.ops, experts.used(ends_E)
         y_RD = down.forward(ops.weighted_swiglu(packed_R2F, weights_R, used), ends_E)
-        return experts.sum(ops.combine(y_RD, rows_R, *weights_SK.shape, used))
+        num_tokens, k = weights_SK.shape
+        return experts.sum(ops.combine(y_RD, rows_R, num_tokens, k, used))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
