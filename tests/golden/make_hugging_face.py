@@ -1,17 +1,25 @@
 """Make tiny models and their logits with `transformers`: once for each family, never by a test.
 
     python tests/golden/make_hugging_face.py tests/golden/hugging-face    # a folder that is not there yet
+    python tests/golden/make_hugging_face.py --exact tests/golden/hugging-face    # of the folders that are there
 
 Each folder is what save_pretrained wrote, with random weights; logits.json has tokens, the logits after each row, and
-the versions that computed them in float32.
+the versions that computed them in float32. Of models with experts exact.json has the logits in float64, of the same
+tokens, and those of the same weights but for routers whose scores are equal in pairs.
 """
 
 import json
+import shutil
 import sys
+import tempfile
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
+from tied_scores import tie_scores
 from transformers import AutoModelForCausalLM
 
 SHAPE = {
@@ -61,5 +69,41 @@ def main(folder: Path) -> None:
         (folder / name / "logits.json").write_text(text + "\n")
 
 
+class Wide:
+    """torch, whose float32 is float64."""
+
+    def __getattr__(self, name):
+        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
+
+
+@contextmanager
+def in_float64(model_type: str):
+    """Let the modules of a family, which compute norms, angles and scores in float32, do so in float64."""
+    module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    with mock.patch.object(module, "torch", Wide()), mock.patch.object(torch.Tensor, "float", lambda self: self):
+        yield
+
+
+def write_exact(folder: Path) -> None:
+    """Write exact.json into the folder of each model with experts."""
+    for name, (model_type, settings) in MODELS.items():
+        if "num_local_experts" not in settings:
+            continue
+        tokens = torch.tensor(json.loads((folder / name / "logits.json").read_text())["tokens"])
+        exact = {"made_with": {"transformers": transformers.__version__, "torch": torch.__version__}}
+        for what in ("logits", "tied"):
+            with tempfile.TemporaryDirectory() as scratch, in_float64(model_type), torch.no_grad():
+                copy = shutil.copytree(folder / name, Path(scratch) / name)
+                if what == "tied":
+                    tie_scores(copy / "model.safetensors")
+                kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+                model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float64, **kinds).eval()
+                exact[what] = model(tokens).logits[:, -1].tolist()
+        (folder / name / "exact.json").write_text(json.dumps(exact) + "\n")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "--exact":
+        write_exact(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]))

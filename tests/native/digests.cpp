@@ -193,18 +193,21 @@ void of_experts(int dtype, const char* name) {
         "op_sort_rows");
   print("op_sort_rows", rows);
   std::vector<T> gathered(kTokens * 3 * kCols), combined(kTokens * kCols);
-  check(CALL(op_gather_rows)(dtype, x.data(), rows.data(), gathered.data(), kTokens * 3, kCols, 3, 2), "op_gather_rows");
+  check(CALL(op_gather_rows)(dtype, x.data(), rows.data(), nullptr, gathered.data(), kTokens * 3, kCols, 3, 2),
+        "op_gather_rows");
   print("op_gather_rows", gathered);
-  check(CALL(op_combine_rows)(dtype, x.data(), rows.data(), places.data(), combined.data(), kTokens, kCols, 3, 2),
+  check(CALL(op_combine_rows)(dtype, x.data(), rows.data(), nullptr, places.data(), combined.data(), kTokens * 3,
+                              kTokens, kCols, 3, 2),
         "op_combine_rows");
   print("op_combine_rows", combined);
   const std::vector<Number> row_weights = made<Number>(kRows);
   std::vector<Number> drow_weights(kRows);
   std::vector<T> product(kRows * kCols / 2), dpacked(x.size());
-  check(CALL(op_weighted_swiglu_forward)(dtype, x.data(), row_weights.data(), product.data(), kRows, kCols / 2, 2),
+  check(CALL(op_weighted_swiglu_forward)(dtype, x.data(), row_weights.data(), nullptr, product.data(), kRows,
+                                         kCols / 2, 2),
         "op_weighted_swiglu_forward");
   print("op_weighted_swiglu_forward", product);
-  check(CALL(op_weighted_swiglu_backward)(dtype, residual.data(), x.data(), row_weights.data(), dpacked.data(),
+  check(CALL(op_weighted_swiglu_backward)(dtype, residual.data(), x.data(), row_weights.data(), nullptr, dpacked.data(),
                                           drow_weights.data(), product.data(), kRows, kCols / 2, 2),
         "op_weighted_swiglu_backward");
   print("op_weighted_swiglu_backward", dpacked);

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from ckptkit.cli import main as ckptkit
 from datakit import write_store
+from tests.golden.tied_scores import tie_scores
 from tests.trainer.support.training import ROOT, call, lines
 from trainer.job.ranks import Ranks
 from trainer.run.inference import TrainedModel, open_checkpoint
@@ -36,6 +38,22 @@ def test_logits_are_those_of_transformers(model: str, tmp_path: Path) -> None:
     if model in ("gpt2", "qwen3"):
         assert ckptkit(["import", str(GOLDEN / model), str(tmp_path / "run")]) == 0
         assert largest_difference(str(tmp_path / "run"), model) < 1e-5
+
+
+@pytest.mark.parametrize("what", ["logits", "tied"])
+@pytest.mark.parametrize("model", sorted(path.parent.name for path in GOLDEN.glob("*/exact.json")))
+def test_experts_take_the_tokens_that_transformers_sends_them(model: str, what: str, tmp_path: Path) -> None:
+    """In float64, in which another expert of a single token would show; scores may be equal."""
+    folder = shutil.copytree(GOLDEN / model, tmp_path / model)
+    if what == "tied":
+        tie_scores(folder / "model.safetensors")
+    tokens = torch.tensor(json.loads((folder / "logits.json").read_text())["tokens"])
+    checkpoint = open_checkpoint(f"hf:{folder}", None, {}, world_size=1)
+    config = replace(checkpoint.config, train=replace(checkpoint.config.train, precision="fp64"))
+    with Ranks("cpu", timeout_s=60) as ranks:
+        logits = TrainedModel(replace(checkpoint, config=config), ranks).engine.logits(tokens)
+    expected = torch.tensor(json.loads((folder / "exact.json").read_text())[what], dtype=torch.float64)
+    assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-10
 
 
 def write_job(folder: Path) -> Path:
