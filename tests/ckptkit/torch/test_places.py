@@ -17,6 +17,7 @@ from tests.ckptkit.support.thread_exchange import ThreadExchange
 from threefold.errors import CheckFailed, UserError
 
 Console = pytest.CaptureFixture[str]
+LONG = [pytest.mark.slow, pytest.mark.ci]
 
 
 def damage(folder: Path, step: int, writer: int) -> Path:
@@ -81,7 +82,9 @@ def test_damage_is_read_from_the_replica_and_else_all_nodes_fall_back(tmp_path: 
     assert job.steps() == [[2, 4], [2, 4]]
 
 
-@pytest.mark.parametrize("sizes", [(3,), (1, 2), (2, 1, 1), (6, 1)])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((3,), marks=LONG), (1, 2), *(pytest.param(each, marks=LONG) for each in ((2, 1, 1), (6, 1)))]
+)
 def test_what_is_there_of_a_step_is_loaded_by_other_ranks_and_nodes(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     job = Job(tmp_path)
     job.save(2)
@@ -93,7 +96,7 @@ def test_what_is_there_of_a_step_is_loaded_by_other_ranks_and_nodes(tmp_path: Pa
     assert {report.step for report in other.load(strict=len(other.nodes) == 4)} == {2}
 
 
-@pytest.mark.parametrize("sizes", [(1,), (2,), (2, 1)])
+@pytest.mark.parametrize("sizes", [*(pytest.param(each, marks=LONG) for each in ((1,), (2,))), (2, 1)])
 def test_one_rank_one_node_and_uneven_nodes(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     job = Job(tmp_path, sizes, slower=2)
     job.save(1, 3)

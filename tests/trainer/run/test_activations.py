@@ -27,6 +27,7 @@ MODELS = {
     "gpt2": {"activation": "gelu", "norm": "layernorm", "bias": True, "position": "learned", "tie_embeddings": True},
     "experts": {"num_experts": 8, "expert_ffn_hidden_size": 96, "num_shared_experts": 1, "first_dense_layers": 1},
 }
+LONG = [pytest.mark.slow, pytest.mark.ci]
 
 
 def storages(values: Any) -> list[torch.UntypedStorage]:
@@ -57,8 +58,10 @@ class Born(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("num_layers", [0, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.ci])])
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("num_layers", [0, pytest.param(2, marks=LONG)])
+@pytest.mark.parametrize(
+    "choice", [pytest.param(name, marks=() if name in ("none", "full") else LONG) for name in CHOICES]
+)
 def test_what_is_kept_is_what_a_graph_holds(choice: str, num_layers: int, model: str) -> None:
     """Within 3 %; the rest is masks, labels and losses."""
     shape = {"vocab_size": 997, "num_layers": 4, "hidden_size": 128, "num_heads": 4} | MODELS[model]

@@ -97,7 +97,7 @@ def train(job_config: Path, tmp_path: Path, *flags: object) -> int:
         return 1
 
 
-@pytest.mark.parametrize("when", ["read at once", "read late"])
+@pytest.mark.parametrize("when", [pytest.param("read at once", marks=[pytest.mark.slow, pytest.mark.ci]), "read late"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_step_before_a_fault_is_saved_and_the_run_goes_on_from_it(
     fault: Callable[[Patch], None], when: str, job_config: Path, tmp_path: Path, request: pytest.FixtureRequest,

@@ -9,7 +9,7 @@ from tests.trainer.support.void_faults import compare_repeated, make_void, metad
 from trainer.verdict import Outcome
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=[pytest.mark.ci, pytest.mark.slow]), True])
 def test_a_step_that_is_repeated_leaves_no_trace_but_an_event(
     job_config: Path, tmp_path: Path, request: pytest.FixtureRequest, *, late: bool
 ) -> None:
