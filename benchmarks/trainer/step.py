@@ -67,10 +67,11 @@ def main() -> int:
 def benchmark(arguments: argparse.Namespace) -> int:
     """Time steps, then profile one."""
     config = configured(arguments.model, settings_of(arguments), world_size())
-    if arguments.routes:
-        share = 1.45 if arguments.routes == "uneven" else 1.0
-        router.best = partial(same if arguments.routes == "same" else fixed, share=share / config.parallel.ep,
-                              num_first=config.model.num_experts // config.parallel.ep)  # fmt: skip
+    if arguments.routes == "same":
+        router.best = same
+    elif arguments.routes:
+        ep, share = config.parallel.ep, 1.45 if arguments.routes == "uneven" else 1.0
+        router.best = partial(fixed, share=share / ep, num_first=config.model.num_experts // ep)
     with ranks_of(config) as ranks:
         engine, batch = engine_and_batch(config, ranks)
         median = statistics.median(seconds(engine, batch, arguments.steps)[WARMUP_STEPS:])
@@ -136,7 +137,7 @@ def fixed(scores_TE: torch.Tensor, k: int, *, share: float, num_first: int) -> t
     return torch.where(is_first_R, before_R % num_first, others_R).view(num_tokens, k)
 
 
-def same(scores_TE: torch.Tensor, k: int, **_: object) -> torch.Tensor:
+def same(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
     """Return the first experts for each token."""
     return torch.arange(k, device=scores_TE.device).expand(len(scores_TE), k).contiguous()
 

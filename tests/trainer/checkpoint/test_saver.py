@@ -4,20 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.check.hash import hash_checkpoint
-from ckptkit.loading.reader import CheckpointReader
 from ckptkit.runs.catalogue import committed_steps
-from tests.trainer.support.training import Job, call, curve, lines
+from tests.trainer.support.training import Job, call, curve, hash_of, lines
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 from trainer.checkpoint.progress import Progress, Resumed
 from trainer.run import loop as training
-
-
-def hash_of(run: Path, step: int) -> object:
-    """The content of a step."""
-    with CheckpointReader(open_storage(run), step) as reader:
-        return hash_checkpoint(reader)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.check.hash import hash_checkpoint
 from ckptkit.format.keys import ROOT_KEY, step_folder
-from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import committed_attempt
 from ckptkit.runs.catalogue import committed_steps
 from tests.support.small_disk import small_disk
-from tests.trainer.support.training import ROOT, call, curve, kill, lines
+from tests.trainer.support.training import ROOT, call, curve, hash_of, kill, lines
 from threefold.storage import open_storage
 
 Console = pytest.CaptureFixture[str]
@@ -27,11 +25,6 @@ Console = pytest.CaptureFixture[str]
 
 def steps(url: str | Path) -> list[int]:
     return committed_steps(open_storage(url))
-
-
-def hash_of(url: str | Path, step: int) -> str:
-    with CheckpointReader(open_storage(url), step) as reader:
-        return hash_checkpoint(reader).all
 
 
 def damage(run: Path, step: int) -> Path:

@@ -11,8 +11,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from ckptkit.check.hash import CheckpointHash, hash_checkpoint
+from ckptkit.loading.reader import CheckpointReader
 from datakit import write_store
 from tests.support.checks import require
+from threefold.storage import open_storage
 from trainer.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +64,12 @@ def write_config(folder: Path) -> Path:
     path = folder / "job.toml"
     path.write_text(CONFIG.format(folder=folder))
     return path
+
+
+def hash_of(url: str | Path, step: int) -> CheckpointHash:
+    """The content of a step."""
+    with CheckpointReader(open_storage(url), step) as reader:
+        return hash_checkpoint(reader)
 
 
 def call(verb: str, *arguments: object) -> int:
