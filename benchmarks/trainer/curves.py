@@ -26,6 +26,7 @@ from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from threefold.scratch import fresh_folder
 from trainer.config import Config, ModelConfig
+from trainer.config.resolve import settled
 from trainer.config.walk import config_from, read_toml
 from trainer.data import StepReader, open_blend, open_loader
 from trainer.mesh.mesh import mesh_of
@@ -66,24 +67,28 @@ def benchmark(arguments: argparse.Namespace) -> int:
     row = Row(arguments.model, samples, samples)
     flags = ["--data.stores", store, "--train-steps", steps]
     flags += [word for key, value in OPTIM.items() for word in (f"--optim.{key.replace('_', '-')}", value)]
-    in_torch = [word for op in PLAIN for word in (f"--ops.{op}", "torch")]
+    tables = read_toml(str(HERE / f"{arguments.model}.toml"))
+    turns = tables["model"].get("position", "rope") == "rope"
+    in_torch = [word for op in PLAIN if turns or op != "rope" for word in (f"--ops.{op}", "torch")]
+    in_torch += ["--ops.attention", "sdpa-flash"] if tables["train"]["device"] == "cuda" else []
     losses = {}
-    for name, ops in (("fused", []), ("torch", [*in_torch, "--ops.attention", "sdpa-flash"])):
+    for name, ops in (("fused", []), ("torch", in_torch)):
         losses[name] = trained(output / f"{name}.jsonl", row, *flags, *ops)
     for name in arguments.also:
         sizes, more = ALSO[name]
         other = Row(arguments.model, samples // sizes.get("dp", 1), samples, **sizes)
         losses[name] = trained(output / f"{name}.jsonl", other, *flags, *more)
-    tables = read_toml(str(HERE / f"{arguments.model}.toml"))
     sizes = {"train_steps": steps, "micro_batch_size": samples, "global_batch_size": samples}
     tables = {**tables, "train": tables["train"] | sizes, "data": {"stores": [str(store)]}}
     tables["optim"] = tables["optim"] | OPTIM
-    config, device = config_from(tables, source=arguments.model), torch.device("cuda", 0)
+    config = settled(config_from(tables, source=arguments.model))
+    device = torch.device(config.train.device)
     for name, scale in (("script", 1.0), ("moved", 1.0005)):
         losses[name] = script_losses(config, device, scale)
         lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses[name], 1)]
         (output / f"{name}.jsonl").write_text("".join(lines))
-    print(f"{arguments.model}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    card = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{arguments.model}, {card}, torch {torch.__version__}")
     print("step" + "".join(f"{name:>9}" for name in losses))
     for step in (each for each in SHOWN if each <= steps):
         print(f"{step:>4}" + "".join(f"{each[step - 1]:>9.4f}" for each in losses.values()))

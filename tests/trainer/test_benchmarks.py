@@ -2,6 +2,7 @@
 
 import argparse
 import gzip
+import importlib
 import itertools
 import json
 import os
@@ -141,3 +142,33 @@ def test_a_step_of_a_layout_is_profiled(tmp_path: Path) -> None:
     assert "CPU, tp2, attention " in ended.stdout
     assert "4 micro-batches of 2 x 32 tokens" in ended.stdout
     assert json.loads(gzip.decompress((tmp_path / "step.json.gz").read_bytes()))["traceEvents"]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_the_script_beside_the_curves_trains_as_the_trainer(
+    position: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    curves = importlib.import_module("curves")
+    sizes = "num_layers = 2\nhidden_size = 16\nnum_heads = 2\nffn_hidden_size = 32\nvocab_size = 64"
+    train = 'device = "cpu"\nprecision = "fp32"\nseq_length = 16'
+    tables = f'[model]\n{sizes}\nposition = "{position}"\n[optim]\n[train]\n{train}\n'
+    (tmp_path / "small.toml").write_text(tables)
+    monkeypatch.setattr(curves, "HERE", tmp_path)
+    monkeypatch.setattr(sys.modules["gpu"], "HERE", tmp_path)
+    monkeypatch.setattr(curves, "SHAPES", {"small": 2})
+    monkeypatch.setattr(curves, "OPTIM", {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2})
+    write_store(tmp_path / "store", [np.arange(400) % 50] * 5, vocab_size=64, eod_id=63)
+    monkeypatch.setattr(curves, "make_store", lambda output: tmp_path / "store")
+    words = dict(output=tmp_path / "out", model="small", train_steps=6, also=["full"], record=Record())
+    assert curves.benchmark(argparse.Namespace(**words)) == 0
+    runs = {
+        name: [json.loads(line)["loss"] for line in (tmp_path / f"out/{name}.jsonl").open() if "loss" in line]
+        for name in ("fused", "torch", "script", "moved", "full")
+    }
+    for name in ("torch", "script", "full"):
+        np.testing.assert_allclose(runs[name], runs["fused"], rtol=1e-4)
+    assert runs["moved"] != runs["script"]
+    assert "moved less script: largest" in capsys.readouterr().out
