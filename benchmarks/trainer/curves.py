@@ -36,8 +36,6 @@ from trainer.store.parameter import initial_values
 
 SHAPES = {"1b": 4, "350m": 16}  # samples a step, in one micro-batch
 SHOWN = (1, 10, 50, 100, 150, 200)  # steps
-# At 3e-4, after 5 steps or 50, losses jump, and two runs of one script drift apart by 1e-2: that compares nothing.
-OPTIM = {"lr": 5e-5, "min_lr": 5e-6, "warmup_steps": 50}
 ALSO: dict[str, tuple[dict[str, int], list[object]]] = {  # sizes of a layout, and flags
     **{f"zero-{stage}": ({"dp": 2}, ["--zero-stage", stage]) for stage in (1, 2, 3)},
     "cp-2": ({"cp": 2}, []),
@@ -52,7 +50,11 @@ PLAIN = ("norm", "rope", "activation", "cross-entropy", "adamw")
 def main() -> int:
     parser = Parser(prog="curves.py", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for all that the benchmark makes")
-    parser.add_argument("--model", choices=SHAPES, default="1b", help="which of the models here")
+    parser.add_argument("--model", default="1b", help="1b or 350m, or the path of another, without .toml")
+    parser.add_argument("--samples", type=int, help="samples a step, in one micro-batch; 16 of 350m, 4 of 1b")
+    # At 3e-4, after 5 steps or 50, losses jump, and two runs of one script drift apart by 1e-2: that compares nothing.
+    parser.add_argument("--lr", type=float, default=5e-5, help="learning rate, which falls to a tenth")
+    parser.add_argument("--warmup-steps", type=int, default=50, help="steps in which it rises")
     parser.add_argument("--train-steps", type=int, default=200, help="steps of both")
     parser.add_argument("--also", nargs="+", choices=ALSO, default=[], help="what else is trained")
     add_option(parser)
@@ -62,11 +64,13 @@ def main() -> int:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Train twice and compare."""
-    output, steps, samples = fresh_folder(arguments.output, "curves.py"), arguments.train_steps, SHAPES[arguments.model]
+    output, steps = fresh_folder(arguments.output, "curves.py"), arguments.train_steps
+    samples = arguments.samples or SHAPES.get(arguments.model, 1)
+    optim = {"lr": arguments.lr, "min_lr": arguments.lr / 10, "warmup_steps": arguments.warmup_steps}
     store = make_store(output)
     row = Row(arguments.model, samples, samples)
     flags = ["--data.stores", store, "--train-steps", steps]
-    flags += [word for key, value in OPTIM.items() for word in (f"--optim.{key.replace('_', '-')}", value)]
+    flags += [word for key, value in optim.items() for word in (f"--optim.{key.replace('_', '-')}", value)]
     tables = read_toml(str(HERE / f"{arguments.model}.toml"))
     turns = tables["model"].get("position", "rope") == "rope"
     in_torch = [word for op in PLAIN if turns or op != "rope" for word in (f"--ops.{op}", "torch")]
@@ -80,7 +84,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
         losses[name] = trained(output / f"{name}.jsonl", other, *flags, *more)
     sizes = {"train_steps": steps, "micro_batch_size": samples, "global_batch_size": samples}
     tables = {**tables, "train": tables["train"] | sizes, "data": {"stores": [str(store)]}}
-    tables["optim"] = tables["optim"] | OPTIM
+    tables["optim"] = tables["optim"] | optim
     config = settled(config_from(tables, source=arguments.model))
     device = torch.device(config.train.device)
     for name, scale in (("script", 1.0), ("moved", 1.0005)):

@@ -156,14 +156,11 @@ def test_the_script_beside_the_curves_trains_as_the_trainer(
     train = 'device = "cpu"\nprecision = "fp32"\nseq_length = 16'
     tables = f'[model]\n{sizes}\nposition = "{position}"\n[optim]\n[train]\n{train}\n'
     (tmp_path / "small.toml").write_text(tables)
-    monkeypatch.setattr(curves, "HERE", tmp_path)
-    monkeypatch.setattr(sys.modules["gpu"], "HERE", tmp_path)
-    monkeypatch.setattr(curves, "SHAPES", {"small": 2})
-    monkeypatch.setattr(curves, "OPTIM", {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2})
     write_store(tmp_path / "store", [np.arange(400) % 50] * 5, vocab_size=64, eod_id=63)
     monkeypatch.setattr(curves, "make_store", lambda output: tmp_path / "store")
-    words = dict(output=tmp_path / "out", model="small", train_steps=6, also=["full"], record=Record())
-    assert curves.benchmark(argparse.Namespace(**words)) == 0
+    options = {"model": str(tmp_path / "small"), "samples": 2, "lr": 1e-2, "warmup_steps": 2, "train_steps": 6}
+    words = argparse.Namespace(output=tmp_path / "out", also=["full"], record=Record(), **options)
+    assert curves.benchmark(words) == 0
     runs = {
         name: [json.loads(line)["loss"] for line in (tmp_path / f"out/{name}.jsonl").open() if "loss" in line]
         for name in ("fused", "torch", "script", "moved", "full")

@@ -88,7 +88,7 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """Return the stream and the branch of attention or the MLP: outer(inner(the norm of the stream))."""
         norm = self.norm1 if module == "attention" else self.norm2
-        if module in self.recompute.modules:
+        if module in self.recompute.modules or (module == "mlp" and self.mlp.is_crowded):
             return Region(norm, lambda h_TD, x_TD: (x_TD, *inner(h_TD))).run(x_TD, branch_TD, outer)
         if self.recompute.modules:
             return Region(norm, lambda h_TD, x_TD: (x_TD, h_TD)).run(x_TD, branch_TD, lambda h_TD: outer(*inner(h_TD)))

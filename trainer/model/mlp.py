@@ -24,6 +24,11 @@ class MLP:
         self.down = unit.weight(f"{prefix}.down.weight")
         self.down_bias = unit.weight_if_any(f"{prefix}.down.bias")
 
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether what is kept for the backward would not fit: it is as planned."""
+        return False
+
     def widen(self, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor]:
         """Return the packed gate|up, or up, of tokens that are all treated alike."""
         return (self.tensor.column_linear(x_TD, [(self.up, self.up_bias)]),)

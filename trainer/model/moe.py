@@ -45,6 +45,11 @@ class MoE:
         """Return the ops of experts in the form that is chosen by now."""
         return self.parallel.in_form(self.choices.forms.experts)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether what is kept for the backward would not fit."""
+        return self.parallel.limit.is_crowded
+
     def widen(self, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return the packed gate|up of all rows, the experts and their weights, the rows' numbers and ends.
 

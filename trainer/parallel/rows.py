@@ -4,6 +4,7 @@ The number is known before the router has spoken, as a share of the mean: no hos
 layer, micro-batch or rank needs more is void, and so is one that was started behind it. Both are repeated, with as many
 rows as were asked for, in eighths of the mean; that bound stays for 100 steps. So no token is dropped, and what a run
 trains does not depend on the bound. For example at 1.5 a step that needs 1.6 times the mean is repeated with 1.625.
+With more rows than a device has memory for, the layers of experts are made again in the backward, which changes no bit.
 """
 
 import math
@@ -20,8 +21,10 @@ class RowLimit:
     """The bound of a rank, the same on all; owned by the training thread.
 
     `most` is what the step under way needed on this rank, over the mean; behind its end on any. Outside of steps there
-    is memory for all rows.
+    is memory for all rows. `fits` is how many times the mean a rank can keep until the backward.
     """
+
+    fits = math.inf
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self.factor = self._least = factor
@@ -35,6 +38,11 @@ class RowLimit:
         if step >= self._until:
             self.factor = self._least
         self.most = torch.zeros_like(self.most)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether what layers of experts keep would not fit, in the step under way."""
+        return self.is_step and self.factor > self.fits
 
     def num_rows(self, num_rows: int, num_ranks: int) -> int:
         """Return for how many of all rows each of so many ranks has memory: for 64 of 128 on 3 at 1.5, in a step."""

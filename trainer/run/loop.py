@@ -32,6 +32,7 @@ from trainer.observe.metrics import Log, StepMetrics, throughput
 from trainer.observe.peaks import known_peak
 from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
+from trainer.run.expert_rows import limit_rows
 from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
 from trainer.run.memory_check import check_memory, device_memory
@@ -96,6 +97,7 @@ class Run:
         tiers = tiers_here(ranks, config)
         if ranks.rank == 0:
             print_facts(banner(config, ranks.device, blend, tiers))
+        limit_rows(self.engine.balance.limit, config, ranks)
         resumed = resume(ranks, self.engine, config, tiers)
         self.config = self.engine.config = config = resumed.config
         self._choose_ops(resumed.ops)
@@ -109,9 +111,8 @@ class Run:
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
         flops = BatchFlops(config, self.engine.table)
         self._intake = Intake(self._reader, self._loader, self._fault_of, flops.of)
-        log, steps, start, active = config.log, config.train.train_steps, self.progress.step, ranks.rank == 0
-        kept = {"train_steps": steps, "interval": log.interval, "start_step": start}
-        self._log = ranks.on_all(lambda: Log(log.metrics, **kept, active=active))
+        log, sizes = config.log, {"train_steps": config.train.train_steps, "start_step": self.progress.step}
+        self._log = ranks.on_all(lambda: Log(log.metrics, interval=log.interval, **sizes, active=ranks.rank == 0))
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
         attempt = ranks.broadcast(secrets.token_hex(8))

@@ -1,7 +1,5 @@
 """What `trainer train --dry-run` prints: facts of a run, and the memory of its ranks; nothing is started or written."""
 
-from dataclasses import replace
-
 import torch
 
 from ckptkit import rank_stages
@@ -17,6 +15,7 @@ from trainer.pipeline.schedules import SCHEDULES, with_transfers
 from trainer.pipeline.simulate import costs, simulate
 from trainer.run.activations import kept_by_choice
 from trainer.run.banner import banner
+from trainer.run.expert_rows import rows_text
 from trainer.run.memory import arena_bytes, rank_memory, size_text
 from trainer.run.memory_check import Plan, check_memory, device_memory
 
@@ -38,8 +37,9 @@ def print_plan(config: Config, device_bytes: int = 0) -> int:
         stages = " and ".join(map(str, rank_stages(layout_of(config), pp)))
         which = f"a rank of stage {stages}: " if config.parallel.pp > 1 else "a rank: "
         facts.append(("memory", which + str(rank_memory(config, pp))))
+    device_bytes = device_bytes or device_memory(device)
     if config.parallel.ep > 1:
-        facts.append(("rows", rows_text(config)))
+        facts.append(("rows", rows_text(config, device_bytes)))
     if config.checkpoint.save:
         arena = max(arena_bytes(config, pp) for pp in range(config.parallel.pp))
         facts.append(("host", f"{size_text(arena)} of memory a rank for saves (--checkpoint.window-mib bounds it)"))
@@ -47,23 +47,11 @@ def print_plan(config: Config, device_bytes: int = 0) -> int:
     facts.append(("kept", f"activations of a rank, at most, by train.recompute: {kept}"))
     if config.parallel.pp > 1:
         facts.append(("bubble", bubble(config)))
-    device_bytes = device_bytes or device_memory(device)
     if (left := device_bytes - Plan(config).total) >= 0:
         facts.append(("fits", f"{size_text(left)} of {size_text(device_bytes)} of a device are left"))
     print_facts([*facts, ("dry run", "nothing was started or written")])
     check_memory(config, device_bytes, log)
     return EXIT_OK
-
-
-def rows_text(config: Config) -> str:
-    """Return what a rank takes with memory for the rows of experts that are planned, and for all that there can be."""
-    parallel = config.parallel
-    whole = replace(config, parallel=replace(parallel, moe_rows=float(parallel.ep)))
-    sizes = [max(rank_memory(each, pp).total for pp in range(parallel.pp)) for each in (config, whole)]
-    return (
-        f"{size_text(sizes[0])} a rank for {parallel.moe_rows:g} times the mean rows of its experts, "
-        f"{size_text(sizes[1])} if all rows go to one rank's"
-    )
 
 
 def bubble(config: Config) -> str:

@@ -23,6 +23,7 @@ from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
+from trainer.model.recompute import Region
 from trainer.model.table import local_runs
 from trainer.parallel.rows import RowLimit
 from trainer.verdict import Outcome
@@ -92,6 +93,40 @@ def test_bits_do_not_depend_on_the_bound_of_rows(options: dict[str, Any]) -> Non
     assert numbers == others
     for name, values in weights.items():
         assert torch.equal(values, other_weights[name]), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"schedule": "zb-h1"}, marks=SLOW),
+        pytest.param({"train": {"recompute": "selective", "recompute_modules": ("attention",)}}, marks=SLOW),
+        pytest.param({"train": {"recompute": "full"}}, marks=SLOW),
+    ],
+)
+def test_bits_do_not_depend_on_how_many_rows_fit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more rows than fit, layers of experts are made again, and only in steps that have more."""
+    layout = "ep2-dp2-pp2" if "schedule" in options else "ep2-dp2"
+    config = of_bias(mixture("shared", layout, moe_rows=1.0, **options))
+    expected, spied = outcome(config), list[bool]()
+    run = Region.run
+
+    def run_spied(region: Region, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        spied.append(True)
+        return run(region, *arguments)
+
+    monkeypatch.setattr(Region, "run", run_spied)
+    numbers = []
+    for fits in (2.0, 1.0):
+        monkeypatch.setattr(RowLimit, "fits", fits)
+        spied.clear()
+        (values, weights), (other_values, other_weights) = outcome(config), expected
+        numbers.append(len(spied))
+        assert values == other_values
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, other_weights[name]), name
+    if config.train.recompute == "none":
+        assert numbers[0] == 0 < numbers[1]
 
 
 def repeats(rank: int, config: Config, *, network: Network | None = None) -> list[tuple[Outcome, float, float]]:
