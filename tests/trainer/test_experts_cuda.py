@@ -25,6 +25,7 @@ LAYOUTS = [
     ("plain", "tp2", {}),
     ("shared", "ep2-dp2", {"moe_rows": 1.0}),
     ("shared", "tp2-ep2-dp2", {}),
+    ("shared", "tp2-ep2-dp2", {"moe_dispatch": "alltoall"}),
     ("every second", "tp2-ep4-dp2-etp1", {}),
     ("every second", "pp2", {"schedule": "zb-h1"}),
     ("every second", "ep4-dp4", {"zero_stage": 3, "zero_whole_kib": 0}),

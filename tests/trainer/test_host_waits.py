@@ -159,6 +159,11 @@ def test_a_step_of_experts_reads_nothing_back(name: str, layout: str, schedule: 
     run_threads(layout_of(config).world_size, two_steps, config)
 
 
+def test_a_step_that_exchanges_rows_of_experts_waits_for_their_counts() -> None:
+    with pytest.raises(AssertionError, match="makes the host wait"):
+        run_threads(2, two_steps, mixture("shared", "ep2-dp2", moe_dispatch="alltoall"))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_a_number_that_a_step_reads_is_seen(device: str) -> None:
     config = small(config_for("llama", ParallelLayout(), device=device))

@@ -45,9 +45,17 @@ class ParallelConfig:
         flags=["--etp"],
         needs={"ep": GIVEN},
     )
+    moe_dispatch: Literal["allgather", "alltoall"] = option(
+        "allgather",
+        "how tokens come to ranks of ep: allgather brings all to all and waits for nothing; alltoall brings rows to "
+        "their experts alone, and the host waits for their counts in each layer",
+        flags=["--moe-dispatch"],
+        needs={"ep": GIVEN},
+    )
     moe_rows: float = option(
         1.5,
-        "rows of experts that a rank of ep has memory for, over their mean; a step that needs more is repeated",
+        "rows of experts that a rank of ep has memory for, over their mean; a step that needs more is repeated. With "
+        "alltoall they are planned with, and bound nothing",
         minimum=1,
         keeps_bits=True,
         needs={"ep": GIVEN},

@@ -18,6 +18,7 @@ from trainer.mesh.layout import Axes, Axis
 
 Op = Literal["sum", "max"]
 Tensors = Sequence[Tensor]
+Sizes = Sequence[int] | None  # rows to each rank, or from it; None for as many everywhere
 
 
 class Handle(Protocol):
@@ -39,7 +40,9 @@ class Transport(Protocol):
     def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None: ...
     def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None: ...
     def all_gather_coalesced(self, flats: Tensors, shares: Tensors, *, is_async: bool) -> Handle | None: ...
-    def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> Handle | None: ...
+    def all_to_all(
+        self, received: Tensor, flat: Tensor, to_each: Sizes = None, from_each: Sizes = None, *, is_async: bool
+    ) -> Handle | None: ...
     def send(self, tensor: Tensor, to: int) -> Handle | None: ...
     def receive(self, tensor: Tensor, source: int) -> Handle | None: ...
 
@@ -142,12 +145,16 @@ class Group:
         share = torch.empty_like(self.share(whole)) if share is None else share
         return Work(self, "reduce_scatter", share, self._call("reduce_scatter", whole, share, is_async=True), whole)
 
-    def start_exchange(self, flat: Tensor) -> Work:
-        """Begin to hand each rank its share; the work's tensor is what the ranks have for this one, in their order."""
+    def start_exchange(self, flat: Tensor, to_each: Sizes = None, from_each: Sizes = None) -> Work:
+        """Begin to hand each rank its share; the work's tensor is what the ranks have for this one, in their order.
+
+        `to_each` are the rows to each rank, `from_each` those that come, if they are not equal shares.
+        """
         if self.transport is None:
             return Work(self, "all_to_all", flat, None)
-        received = torch.empty_like(flat)
-        return Work(self, "all_to_all", received, self._call("all_to_all", received, flat, is_async=True), flat)
+        received = torch.empty_like(flat) if from_each is None else flat.new_empty(sum(from_each), *flat.shape[1:])
+        handle = self._call("all_to_all", received, flat, to_each, from_each, is_async=True)
+        return Work(self, "all_to_all", received, handle, flat)
 
     def start(self, kind: str, tensor: Tensor, *arguments: Any) -> Work:
         """Begin `all_reduce` or `broadcast`, with that method's arguments, `reduce_scatter` or `all_gather`, in place.

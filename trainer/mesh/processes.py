@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from trainer.mesh.group import Handle, Op, Tensors
+from trainer.mesh.group import Handle, Op, Sizes, Tensors
 
 # torch 2.13 renames both
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -83,8 +83,10 @@ class Channel:
         handle.wait()
         return None
 
-    def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> Handle | None:
-        return dist.all_to_all_single(received, flat, group=self.handle, async_op=is_async)
+    def all_to_all(
+        self, received: Tensor, flat: Tensor, to_each: Sizes = None, from_each: Sizes = None, *, is_async: bool
+    ) -> Handle | None:
+        return dist.all_to_all_single(received, flat, from_each, to_each, group=self.handle, async_op=is_async)
 
     def send(self, tensor: Tensor, to: int) -> Handle | None:
         return dist.isend(tensor, group=self.handle, group_dst=to)

@@ -10,6 +10,7 @@ ranks. They take part in gradients alone, as one more loss of the tokens that co
 logs. Their size depends on how the batch is cut into micro-batches, not on the layout.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,9 @@ class Balance:
         self._is_step = False
         self.loads = torch.zeros(0, dtype=torch.float64, device=mesh.device)
         self._ep, self._borrows_tp = mesh.ep, mesh.layout.etp is not None
-        self.limit = RowLimit(config.parallel.moe_rows, mesh.device)
+        self._dispatch = config.parallel.moe_dispatch
+        bound = config.parallel.moe_rows if self._dispatch == "allgather" else math.inf
+        self.limit = RowLimit(bound, mesh.device)
 
     def of(self, layer: int, tensor: TensorParallel) -> "LayerBalance":
         """Return what spreads the tokens of a layer of this rank."""
@@ -68,7 +71,7 @@ class Balance:
 
     def ranks(self, tensor: TensorParallel) -> ExpertParallel:
         """Return the ranks that tokens are brought to."""
-        return ExpertParallel(tensor, self._ep, self.limit, self._borrows_tp)
+        return ExpertParallel.of(tensor, self._ep, self.limit, self._dispatch, borrows_tp=self._borrows_tp)
 
     def begin_step(self, step: int) -> None:
         """Count from now on."""

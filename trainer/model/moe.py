@@ -48,29 +48,23 @@ class MoE:
     @property
     def is_crowded(self) -> bool:
         """Return whether what is kept for the backward would not fit."""
-        return self.parallel.limit.is_crowded
+        return self.balance.limit.is_crowded
 
     def widen(self, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the packed gate|up of all rows, the experts and their weights, the rows' numbers and ends.
+        """Return the packed gate|up of all rows, the weights of a token's experts, these, and the way of rows.
 
-        Behind them are those of shared experts.
+        Behind them is the packed gate|up of shared experts.
         """
         weights_TK, experts_TK = self.router(x_TD, batch)
-        rows_R, ends_E = self.experts.rows(experts_TK, self.num_experts)
+        routes = self.experts.routes(experts_TK, self.num_experts)
         shared = () if self.shared is None else self.shared.widen(x_TD, batch)
-        packed_R2F = self.experts.widen(x_TD, self.up, rows_R, ends_E, self.k)
-        return packed_R2F, weights_TK, experts_TK, rows_R, ends_E, *shared
+        packed_R2F = self.experts.widen(x_TD, self.up, routes, self.k)
+        return packed_R2F, weights_TK, experts_TK, *routes, *shared
 
-    def narrow(
-        self,
-        packed_R2F: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        rows_R: Tensor,
-        ends_E: Tensor,
-        *shared: Tensor,
-    ) -> Tensor:
+    def narrow(self, packed_R2F: Tensor, weights_TK: Tensor, experts_TK: Tensor, *others: Tensor) -> Tensor:
         """Return the output for them, and count the tokens of experts."""
         self.balance.count(self.layer, experts_TK)
-        y_TD = self.experts.narrow(packed_R2F, weights_TK, self.down, rows_R, ends_E)
+        count = self.experts.dispatch.num_routes
+        routes, shared = others[:count], others[count:]
+        y_TD = self.experts.narrow(packed_R2F, weights_TK, self.down, routes)
         return y_TD if self.shared is None else y_TD + self.shared.narrow(*shared)

@@ -71,7 +71,7 @@ def _kept_as_node(reads: Sequence[Tensor]) -> Iterator[None]:
     numbers = {(read.data_ptr(), read.shape): number for number, read in enumerate(reads)}
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        number = numbers.get((saved.data_ptr(), saved.shape))
+        number = numbers.get((saved.data_ptr(), saved.shape)) if saved.numel() else None  # else all are at one place
         return saved if number is None else partial(_read, node, number)
 
     with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, Tensor) else packed()):

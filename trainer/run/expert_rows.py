@@ -18,7 +18,7 @@ def rows_that_fit(config: Config, device_bytes: int) -> float:
     with 0 bytes.
     """
     parallel = config.parallel
-    if parallel.ep == 1 or not device_bytes:
+    if parallel.ep == 1 or parallel.moe_dispatch == "alltoall" or not device_bytes:
         return math.inf
     eighths = range(math.ceil(8 * parallel.moe_rows), 8 * parallel.ep + 1)
     count = bisect_right(eighths, device_bytes, key=lambda number: planned(config, number / 8))

@@ -75,6 +75,7 @@ BITS = [
     pytest.param("plain", "tp2", {}, [name for name in CHOICES if name != "none"], marks=SLOW),
     pytest.param("shared", "tp2", {"sequence_parallel": "off"}, ["full", "selective"], marks=SLOW),
     pytest.param("every second", "tp2-pp2", {"schedule": "zb-h1"}, ["full", "selective of mlp"], marks=SLOW),
+    pytest.param("shared", "ep4-dp4", {"moe_dispatch": "alltoall"}, ["full", "selective of mlp"], marks=SLOW),
 ]
 
 
@@ -88,17 +89,18 @@ def test_what_is_made_again_has_the_bits_of_what_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "parallel"),
     [
-        ("shared", "pp2"),
-        pytest.param("plain", "tp2-pp2", marks=SLOW),
-        pytest.param("every second", "dp2-pp2", marks=SLOW),
+        ("shared", "pp2", {}),
+        pytest.param("plain", "tp2-pp2", {}, marks=SLOW),
+        pytest.param("every second", "dp2-pp2", {}, marks=SLOW),
+        pytest.param("shared", "ep2-dp2-pp2", {"moe_dispatch": "alltoall"}, marks=SLOW),
     ],
 )
-def test_orders_of_passes_and_overlap_have_equal_bits(name: str, layout: str) -> None:
-    expected = outcome(mixture(name, layout))
+def test_orders_of_passes_and_overlap_have_equal_bits(name: str, layout: str, parallel: dict[str, Any]) -> None:
+    expected = outcome(mixture(name, layout, **parallel))
     for options in ({"schedule": "gpipe"}, {"schedule": "zb-h1"}, {"overlap_grad_reduce": False}):
-        assert_same_bits(outcome(mixture(name, layout, **options)), expected)
+        assert_same_bits(outcome(mixture(name, layout, **parallel, **options)), expected)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ SLOW = [pytest.mark.slow, pytest.mark.ci]
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("shared", "ep2-dp2", {"moe_rows": 1.0}),
     ("every second", "tp2-ep4-dp2-etp1", {}),
+    ("every second", "ep4-dp4", {"moe_dispatch": "alltoall"}),
     ("shared", "tp2-ep2-dp2", {}),
     ("shared", "tp2-ep2-dp2", {"sequence_parallel": "off"}),
     ("every second", "ep4-dp4", {"zero_stage": 3, "zero_whole_kib": 0}),
@@ -43,7 +44,16 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("every second", "ep2-dp4-pp2-virtual2", {"schedule": "zb-h1"}),
     ("shared", "ep2-dp4", {"zero_stage": 0}),
 ]
-QUICK = 2
+EXCHANGING: list[tuple[str, dict[str, Any]]] = [
+    ("tp2-ep4-dp2-etp1", {}),
+    ("tp2-ep2-dp2", {"sequence_parallel": "off"}),
+    ("tp2-ep2-dp2", {}),
+    ("cp2-ep4-dp2", {}),
+    ("ep2-dp2-pp2", {"schedule": "zb-h1"}),
+    ("ep4-dp4", {"zero_stage": 3, "zero_whole_kib": 0}),
+]
+LAYOUTS += [("shared", layout, {"moe_dispatch": "alltoall", **parallel}) for layout, parallel in EXCHANGING]
+QUICK = 3
 CASES = [pytest.param(*case, marks=SLOW * (place >= QUICK)) for place, case in enumerate(LAYOUTS)]
 
 

@@ -66,6 +66,7 @@ class Fault:
     trips: str = ""
     groups: tuple[GroupConfig, ...] = ()
     cp_method: str = "ulysses"
+    moe_dispatch: str = "allgather"
     shows: Callable[[], object] | None = None
 
 

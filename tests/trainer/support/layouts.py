@@ -73,7 +73,8 @@ def expert_layouts(draw: st.DrawFn, layout: ParallelLayout, num_experts: int, *,
         sizes = [size for size in sizes if size % layout.tp == 0]
     if not sizes or draw(st.sampled_from([False, False, True])):
         return {}
-    return {"ep": draw(st.sampled_from(sizes)), "etp": etp, "moe_rows": draw(st.sampled_from([1.0, 1.5, 16.0]))}
+    moe_rows, moe_dispatch = draw(st.sampled_from([1.0, 1.5, 16.0])), draw(st.sampled_from(["allgather", "alltoall"]))
+    return {"ep": draw(st.sampled_from(sizes)), "etp": etp, "moe_rows": moe_rows, "moe_dispatch": moe_dispatch}
 
 
 @st.composite

@@ -22,7 +22,7 @@ from trainer.model import router
 from trainer.model.balance import Balance, LayerBalance
 from trainer.model.moe import MoE
 from trainer.ops.experts import ExpertRows
-from trainer.parallel.expert import ExpertParallel
+from trainer.parallel.dispatch import Exchanged, Gathered, Routes, TokenGroups
 from trainer.parallel.rows import RowLimit
 
 EXPERTS: dict[str, Any] = {  # of the model that faults are planted in: some have no token in a micro-batch
@@ -36,10 +36,11 @@ EP, EP_OF_TP = ParallelLayout(ep=2, dp=2), ParallelLayout(tp=2, ep=4, dp=2, etp=
 WHOLE: dict[str, Any] = {"model": EXPERTS}
 AUX: dict[str, Any] = {"model": EXPERTS | {"moe_balance": "aux", "moe_aux_coeff": 1.0}}
 CUT: dict[str, Any] = {"model": EXPERTS, "cuts_tokens": True}
+EXCHANGED: dict[str, Any] = {"model": EXPERTS, "moe_dispatch": "alltoall"}
 
 
-def moved_by_one(real: Any, self: ExpertParallel, experts_TK: torch.Tensor, num_experts: int) -> Any:
-    rows_R, ends_E = real(self, experts_TK, num_experts)
+def moved_by_one(real: Any, self: Gathered, experts_TK: torch.Tensor, num_experts: int, ops: ExpertRows) -> Any:
+    rows_R, ends_E = real(self, experts_TK, num_experts, ops)
     return rows_R, (ends_E + 1).clamp(max=len(rows_R))
 
 
@@ -79,12 +80,12 @@ def beyond_the_mean(real: Any, self: MoE, *inputs: torch.Tensor) -> torch.Tensor
     return real(self, packed_R2F, weights_TK, experts_TK, rows_R, ends_E, *shared)
 
 
-def other_rank_first(real: Any, self: ExpertParallel, x_TC: torch.Tensor) -> torch.Tensor:
+def other_rank_first(real: Any, self: TokenGroups, x_TC: torch.Tensor) -> torch.Tensor:
     whole = real(self, x_TC)
     return whole.roll(len(x_TC), 0) if x_TC.shape[1] > 2 and len(whole) > len(x_TC) else whole
 
 
-def of_each_rank(real: Any, self: ExpertParallel, x_SC: torch.Tensor) -> torch.Tensor:
+def of_each_rank(real: Any, self: TokenGroups, x_SC: torch.Tensor) -> torch.Tensor:
     """Leave the gradients of weights as each rank has them, and sum what is wide."""
     return real(self, x_SC) if x_SC.shape[1] > 2 else x_SC
 
@@ -164,13 +165,29 @@ def twice_in_the_second_pass(patch: Patch) -> None:
         patch.setattr(LayerBalance, "with_losses", with_losses)
 
 
-def other_source_first(real: Any, self: ExpertParallel, x_TC: torch.Tensor) -> torch.Tensor:
+def other_source_first(real: Any, self: TokenGroups, x_TC: torch.Tensor) -> torch.Tensor:
     whole = real(self, x_TC)
     return whole.roll(len(x_TC), 0) if whole.is_floating_point() and whole.shape[1] > 2 else whole
 
 
-def next_experts(real: Any, self: ExpertParallel, experts_TK: torch.Tensor, num_experts: int) -> Any:
-    return real(self, (experts_TK + 1) % num_experts if self.ep.size > 1 else experts_TK, num_experts)
+def next_experts(real: Any, self: Gathered, experts_TK: torch.Tensor, num_experts: int, ops: ExpertRows) -> Any:
+    return real(self, (experts_TK + 1) % num_experts if self.ep.size > 1 else experts_TK, num_experts, ops)
+
+
+def other_sizes_back(real: Any, self: Exchanged, rows: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Take what came back in the order in which it arrived."""
+    return real(self, rows, (routes[0], routes[1], torch.arange(len(rows)), routes[3]))
+
+
+def of_sent_order(real: Any, self: Exchanged, weights_TK: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Leave weights as they arrived."""
+    return real(self, weights_TK, (routes[0], routes[1], torch.arange(len(routes[2])), routes[3]))
+
+
+def as_arrived(real: Any, self: Exchanged, *inputs: Any) -> Any:
+    """Take the rows that came as if one rank had sent all of them."""
+    sent_R, ends_E, places_R, sizes = real(self, *inputs)
+    return sent_R, ends_E, torch.arange(len(places_R)), sizes
 
 
 MOE_FAULTS = [
@@ -184,7 +201,7 @@ MOE_FAULTS = [
         ),
         **WHOLE,
     ),
-    Fault("each expert's rows end one later", None, wrapping(ExpertParallel, "rows", moved_by_one), **WHOLE),
+    Fault("each expert's rows end one later", None, wrapping(Gathered, "routes", moved_by_one), **WHOLE),
     Fault(
         "an expert without tokens keeps the gradient of a step before",
         None,
@@ -209,7 +226,7 @@ MOE_FAULTS = [
         ),
         **WHOLE,
     ),
-    Fault("tokens of two tp ranks change places", TP, wrapping(ExpertParallel, "gather", other_rank_first), **CUT),
+    Fault("tokens of two tp ranks change places", TP, wrapping(TokenGroups, "gather", other_rank_first), **CUT),
     Fault(
         "one tp rank contributes the gradient of a router, of its own tokens",
         TP,
@@ -225,19 +242,20 @@ MOE_FAULTS = [
     Fault(
         "gradients of experts' weights are not summed over tp",
         TP,
-        wrapping(ExpertParallel, "sum", of_each_rank),
+        wrapping(TokenGroups, "sum", of_each_rank),
         **WHOLE,
     ),
     Fault(
         "what experts return is not summed over tp",
         TP,
-        wrapping(ExpertParallel, "sum", lambda real, self, x: x),
+        wrapping(TokenGroups, "sum", lambda real, self, x: x),
         **WHOLE,
     ),
-    Fault(
-        "tokens of two ranks of ep change places", EP, wrapping(ExpertParallel, "gather", other_source_first), **WHOLE
-    ),
-    Fault("ranks of ep have the experts behind theirs", EP, wrapping(ExpertParallel, "rows", next_experts), **WHOLE),
+    Fault("tokens of two ranks of ep change places", EP, wrapping(TokenGroups, "gather", other_source_first), **WHOLE),
+    Fault("ranks of ep have the experts behind theirs", EP, wrapping(Gathered, "routes", next_experts), **WHOLE),
+    Fault("rows of two sources change places", EP, wrapping(Exchanged, "routes", as_arrived), **EXCHANGED),
+    Fault("rows come back to others", EP, wrapping(Exchanged, "_exchange_back", other_sizes_back), **EXCHANGED),
+    Fault("weights stay where they arrived", EP, wrapping(Exchanged, "bring_weights", of_sent_order), **EXCHANGED),
     Fault(
         "a step with more rows than there is memory for is trained",
         None,

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.checks import require
+
 _wrapped: dict[tuple[type, str], tuple[int, Any]] = {}  # how many ranks wrap a method, and what it was
 
 
@@ -196,8 +198,12 @@ class ThreadTransport:
         several = Several([self._join(all_gather, flat, is_async=True, share=share) for flat, share in pairs])
         return several if is_async else several.wait()
 
-    def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> "Handle | None":
-        return self._join(all_to_all, received, is_async=is_async, share=flat)
+    def all_to_all(
+        self, received: Tensor, flat: Tensor, to_each: Any = None, from_each: Any = None, *, is_async: bool
+    ) -> "Handle | None":
+        if to_each is None:
+            return self._join(all_to_all, received, is_async=is_async, share=flat)
+        return self._join(exchange, received, is_async=is_async, share=flat, sizes=(to_each, from_each))
 
     def send(self, tensor: Tensor, to: int) -> "Handle":
         sent = Transfer(f"a send to rank {self._ranks[to]} by {self._name}", tensor)
@@ -222,15 +228,24 @@ class ThreadTransport:
 
     @torch.no_grad()
     def _join(
-        self, carry: Callable[..., None], tensor: Tensor, *arguments: Any, is_async: bool, share: Tensor | None = None
+        self,
+        carry: Callable[..., None],
+        tensor: Tensor,
+        *arguments: Any,
+        is_async: bool,
+        share: Tensor | None = None,
+        sizes: tuple[Any, Any] | None = None,
     ) -> "Handle | None":
+        """Join the others' call; of an uneven exchange each rank has sizes of its own."""
         number = next(self._numbers)
         mine = Transfer(f"{carry.__name__} {number} of {self._name} {self._ranks}", tensor, arguments)
+        if sizes is not None:
+            mine.form = (mine.what, tensor.dtype)
         collective = self._meeting.collectives.setdefault(number, mine)
         collective.check(mine)
         if share is None and carry in (reduce_scatter, all_gather):
             share = tensor.chunk(len(self._ranks))[self._index]
-        collective.joined[self._index] = tensor, share
+        collective.joined[self._index] = (tensor, share) if sizes is None else (tensor, (share, *sizes))
         if len(collective.joined) == len(self._ranks):
             carry(*zip(*(collective.joined[index] for index in range(len(self._ranks))), strict=True), *arguments)
             del self._meeting.collectives[number]
@@ -292,6 +307,14 @@ def all_gather(tensors: Tensors, shares: Tensors) -> None:
 def all_to_all(tensors: Tensors, shares: Tensors) -> None:
     for index, tensor in enumerate(tensors):
         tensor.copy_(torch.cat([flat.chunk(len(shares))[index] for flat in shares]))
+
+
+def exchange(tensors: Tensors, shares: Sequence[tuple[Tensor, list[int], list[int]]]) -> None:
+    """Rows of other numbers to each rank; what a rank awaits is what the others send it."""
+    for index, (tensor, (_, _, from_each)) in enumerate(zip(tensors, shares, strict=True)):
+        parts = [flat.split(to_each)[index] for flat, to_each, _ in shares]
+        require([len(part) for part in parts] == list(from_each), f"place {index} awaits {from_each}")
+        tensor.copy_(torch.cat(parts))
 
 
 def reduced(tensors: Tensors, op: str) -> Tensor:

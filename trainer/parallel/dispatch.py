@@ -1,0 +1,194 @@
+"""How the tokens of experts come to the ranks of ep that have these, and what they return comes back.
+
+Gathered, each rank has the tokens of all, and takes the rows of its own experts: shapes are known beforehand, and no
+host waits. Exchanged, a rank sends each row to the rank of its expert alone: fewer bytes travel, but how many rows come
+is known from counts that the host reads. Either way rows come in the order of this rank's experts, those of one expert
+in the order of source ranks and of their tokens. The way back is the adjoint of the way there: gradients of what came
+are added up for each token, and those of what returned are sent again.
+
+For example 2 ranks of ep have experts 0-1 and 2-3, and a token each, whose rows are of experts 1 and 2: rank 0 keeps
+its first row, sends the other, and gets the first of rank 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.mesh.group import Group
+from trainer.ops.experts import ExpertRows
+from trainer.parallel.rows import RowLimit
+from trainer.parallel.tensor import TensorParallel
+
+# numbers of rows in the order of experts, the ends of those of each of this rank's, and what a dispatch needs besides
+Routes = tuple[Tensor, ...]
+
+
+class Dispatch(Protocol):
+    """The way of rows: T tokens of this rank with K experts each, R rows that come to it."""
+
+    @property
+    def num_routes(self) -> int:
+        """Return how many tensors routes are."""
+        ...
+
+    def routes(self, experts_TK: Tensor, num_experts: int, ops: ExpertRows) -> Routes:
+        """Return the way of this rank's rows, and of those that come to it."""
+        ...
+
+    def bring(self, x_TD: Tensor, routes: Routes, k: int, ops: ExpertRows) -> Callable[[], Tensor]:
+        """Send tokens; return what makes of those that came their rows, [R, D]."""
+        ...
+
+    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Tensor:
+        """Return the sums over experts of each of so many tokens, [T, D]; the argument may be overwritten."""
+        ...
+
+    def bring_weights(self, weights_TK: Tensor, routes: Routes) -> Tensor:
+        """Return the weights of the rows that came, [R]."""
+        ...
+
+    def send_weights_back(self, weights_R: Tensor, routes: Routes, shape: torch.Size) -> Tensor:
+        """Return those of each token's rows, [T, K]."""
+        ...
+
+    def used(self, routes: Routes) -> Tensor | None:
+        """Return how many rows are of tokens, on the device; None if all are."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGroups:
+    """The groups over which tokens are gathered, in order, before rows are taken, and those of tp that have sums."""
+
+    tensor: TensorParallel
+    groups: tuple[Group, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Return of how many ranks a rank has the tokens then."""
+        return torch.Size(group.size for group in self.groups).numel()
+
+    def gather(self, x_TC: Tensor) -> Tensor:
+        """Return something of the tokens of all ranks, [S, C]; nothing travels if each rank has all tokens."""
+        for group in self.groups:
+            x_TC = group.start_gather(x_TC).wait()
+        return x_TC
+
+    def sum(self, x_SC: Tensor) -> Tensor:
+        """Return the sum over ranks for this rank's tokens, [T, C]; the argument is overwritten."""
+        for group in reversed(self.groups):
+            x_SC = group.start_scatter(x_SC).wait()
+        return x_SC if self.tensor.cuts_tokens else self.tensor.group.all_reduce(x_SC)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Each rank gathers the tokens of all. Behind the rows of tokens is padding, of the number behind all rows."""
+
+    tokens: TokenGroups
+    ep: Group
+    limit: RowLimit
+
+    @property
+    def num_routes(self) -> int:
+        return 2
+
+    def routes(self, experts_TK: Tensor, num_experts: int, ops: ExpertRows) -> Routes:
+        experts_SK = self.tokens.gather(experts_TK)
+        if self.ep.size == 1:
+            rows_R, counts_E = ops.sort(experts_SK, num_experts)
+            return rows_R, counts_E.cumsum(0).int()
+        num_here, num_rows = num_experts // self.ep.size, experts_SK.numel()
+        local_SK = experts_SK - self.ep.index * num_here
+        is_here_SK = (local_SK >= 0) & (local_SK < num_here)
+        rows_R, counts = ops.sort(local_SK.masked_fill(~is_here_SK, num_here), num_here + 1)
+        ends_E, size = counts[:num_here].cumsum(0), self.limit.num_rows(num_rows, self.ep.size)
+        self.limit.note(ends_E[-1], num_rows / self.ep.size)
+        ends_E = ends_E.clamp(max=size)
+        is_padding_R = torch.arange(size, device=rows_R.device) >= ends_E[-1]
+        return rows_R[:size].masked_fill(is_padding_R, num_rows), ends_E.int()
+
+    def bring(self, x_TD: Tensor, routes: Routes, k: int, ops: ExpertRows) -> Callable[[], Tensor]:
+        x_SD, rows_R = self.tokens.gather(x_TD), routes[0]
+        return lambda: ops.gather(x_SD, rows_R, k, self.used(routes))
+
+    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Tensor:
+        num_gathered = num_tokens * self.tokens.num_ranks
+        return self.tokens.sum(ops.combine(y_RD, routes[0], num_gathered, k, self.used(routes)))
+
+    def bring_weights(self, weights_TK: Tensor, routes: Routes) -> Tensor:
+        weights_SK = self.tokens.gather(weights_TK)
+        return F.pad(weights_SK.flatten(), (0, 1)).index_select(0, routes[0])  # padding has none
+
+    def send_weights_back(self, weights_R: Tensor, routes: Routes, shape: torch.Size) -> Tensor:
+        num_rows = shape.numel() * self.tokens.num_ranks
+        weights = weights_R.new_zeros(num_rows + 1).scatter_(0, routes[0], weights_R)
+        return self.tokens.sum(weights[:-1].view(-1, shape[1]))
+
+    def used(self, routes: Routes) -> Tensor | None:
+        return routes[1][-1] if self.ep.size > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Each row travels to the rank of its expert; the host waits for their counts.
+
+    Routes are also the places, in the order of arrival, of the rows that came, and on the host how many rows go to each
+    rank and come from it, [2, ranks].
+    """
+
+    tokens: TokenGroups
+    ep: Group
+    limit: RowLimit
+
+    @property
+    def num_routes(self) -> int:
+        return 4
+
+    def routes(self, experts_TK: Tensor, num_experts: int, ops: ExpertRows) -> Routes:
+        experts_SK = self.tokens.gather(experts_TK)
+        sent_R, counts = ops.sort(experts_SK, num_experts)
+        counts_GE = self.ep.start_exchange(counts.view(self.ep.size, -1)).wait()  # of ranks, of this one's experts
+        experts_E = torch.arange(counts_GE.shape[1], device=counts.device)
+        experts_R = experts_E.repeat(self.ep.size).repeat_interleave(counts_GE.flatten())  # in the order of arrival
+        places_R = experts_R.sort(stable=True).indices
+        sizes = torch.stack([counts.view(self.ep.size, -1).sum(1), counts_GE.sum(1)]).cpu()
+        ends_E = counts_GE.sum(0).cumsum(0)
+        self.limit.note(ends_E[-1], experts_SK.numel())
+        return sent_R, ends_E.int(), places_R, sizes
+
+    def bring(self, x_TD: Tensor, routes: Routes, k: int, ops: ExpertRows) -> Callable[[], Tensor]:
+        sent_R, _, places_R, _ = routes
+        arrived_RD = self._exchange(ops.gather(self.tokens.gather(x_TD), sent_R, k), routes)
+        return lambda: arrived_RD.index_select(0, places_R)
+
+    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Tensor:
+        returned_RD = self._exchange_back(y_RD, routes)
+        return self.tokens.sum(ops.combine(returned_RD, routes[0], num_tokens * self.tokens.num_ranks, k))
+
+    def bring_weights(self, weights_TK: Tensor, routes: Routes) -> Tensor:
+        weights_R = self.tokens.gather(weights_TK).flatten().index_select(0, routes[0])
+        return self._exchange(weights_R, routes).index_select(0, routes[2])
+
+    def send_weights_back(self, weights_R: Tensor, routes: Routes, shape: torch.Size) -> Tensor:
+        returned_R = self._exchange_back(weights_R, routes)
+        weights_SK = returned_R.new_empty(len(returned_R)).scatter_(0, routes[0], returned_R).view(-1, shape[1])
+        return self.tokens.sum(weights_SK)
+
+    def used(self, routes: Routes) -> Tensor | None:
+        return None
+
+    def _exchange(self, sent: Tensor, routes: Routes) -> Tensor:
+        """Return what came of what each rank sends, in the order of ranks."""
+        to_each, from_each = routes[3].tolist()
+        return self.ep.start_exchange(sent, to_each, from_each).wait()
+
+    def _exchange_back(self, rows: Tensor, routes: Routes) -> Tensor:
+        """Return what comes back, in the order in which rows were sent."""
+        to_each, from_each = routes[3].tolist()
+        arrived = torch.empty_like(rows).index_copy_(0, routes[2], rows)
+        return self.ep.start_exchange(arrived, from_each, to_each).wait()
