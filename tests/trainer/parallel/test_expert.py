@@ -18,6 +18,7 @@ from tests.trainer.support.parity import (
     make_engine,
     run_steps,
 )
+from tests.trainer.support.ranks import run_ranks
 from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.check import cross_faults
@@ -71,6 +72,13 @@ def test_a_layout_repeats_one_process(name: str, layout: str, parallel: dict[str
     config = mixture(name, layout, **parallel)
     assert cross_faults(config, layout_of(config).world_size) == []
     assert_parity(run_threads(layout_of(config).world_size, run_steps, config, 2), reference(name))
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_processes_that_exchange_rows_repeat_one() -> None:
+    config = mixture("shared", "ep2-dp2", moe_dispatch="alltoall")
+    assert_parity(run_ranks(2, run_steps, config, 2), reference("shared"))
 
 
 @pytest.mark.slow
