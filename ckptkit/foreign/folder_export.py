@@ -170,7 +170,10 @@ def write_folder(
         done += num_bytes
         progress(done, total)
 
-    if not dry_run and len(whole) < len(sizes):
+    if not dry_run and len(whole) == len(sizes):  # of another call, or moved here: it may not have been durable
+        for name in sizes:
+            keep_file(target, name)
+    elif not dry_run:
         with claim:
             for name, file in plan.large.items():
                 if name in whole:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.foreign.dcp.export import export_dcp
 from ckptkit.format.keys import Seat
 from ckptkit.format.root import Root
 from ckptkit.loading.reader import CheckpointReader
@@ -125,9 +126,15 @@ def resharded(storage: Storage, shard: Shard = WHOLE) -> None:
         reshard(source, open_storage(f"{storage.address}-resharded/run"), layout, shard=shard)
 
 
+def exported(storage: Storage) -> None:
+    """Write the step of a run as a folder of torch.distributed.checkpoint."""
+    with CheckpointReader(storage, 1) as source:
+        export_dcp(source, open_storage(f"{storage.address}-exported"), kind="dcp", max_shard_bytes=300)
+
+
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", [copied, resharded])
+@pytest.mark.parametrize("verb", [copied, resharded, exported])
 def test_what_a_killed_verb_left_is_durable_once_the_same_call_ends(
     names: DurableNames, verb: Callable[[Storage], None]
 ) -> None:
@@ -145,3 +152,12 @@ def test_the_last_shard_commits_no_file_of_another_that_is_not_durable(names: Du
         assert names.on_commit == []
         if root_info(open_storage(f"{storage.address}-resharded/run"), 1):
             assert names.lost() == []
+
+
+def test_an_export_that_is_there_is_durable_once_the_same_call_ends(names: DurableNames) -> None:
+    storage = open_storage(names.folder / "run")
+    save_ranks(storage, 1, "a", LAYOUT, 7)
+    for _ in range(2):
+        names.forget()
+        exported(storage)
+        assert [path for path in names.lost() if path.startswith("run-exported/")] == []
