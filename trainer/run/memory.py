@@ -100,6 +100,8 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
         | {(Axis.TP,), (Axis.DP,), (Axis.CP,), (Axis.EP,)}
     )
     exchanging = used if parallel.grad_reduce == "bf16" else {(Axis.CP,)}
+    if parallel.moe_dispatch == "alltoall":
+        exchanging = exchanging | {(Axis.EP,)}
     most_peers = max(sizes[axes] for axes in exchanging) - 1
     return RankMemory(
         parameters=parameters * dtype.itemsize,
