@@ -183,8 +183,8 @@ def _metadata_dtype(path: Path) -> str | None:
 def _metadata_tokens(path: Path) -> int | None:
     """Return the number of tokens that a `.ds.metadata` says; None if it says none."""
     lines = _metadata_lines(path)
-    says_it = "|" in lines[0] and len(lines) > 1 and re.fullmatch("[0-9]{1,18}", lines[1].strip())
-    return int(lines[1]) if says_it else None
+    text = lines[1].strip() if "|" in lines[0] and len(lines) > 1 else ""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def _metadata_lines(path: Path) -> list[str]:

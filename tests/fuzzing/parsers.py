@@ -4,8 +4,9 @@ The inputs are made by this project's own writers, or by those of tests, and are
 """
 
 from tests.fuzzing.of_checkpoints import CHECKPOINTS
+from tests.fuzzing.of_converted import CONVERTED
 from tests.fuzzing.of_folders import FOLDERS
 from tests.fuzzing.of_stores import STORES
 from tools.fuzzing.fuzz import Parser
 
-PARSERS: dict[str, Parser] = {parser.name: parser for parser in (*CHECKPOINTS, *STORES, *FOLDERS)}
+PARSERS: dict[str, Parser] = {parser.name: parser for parser in (*CHECKPOINTS, *STORES, *FOLDERS, *CONVERTED)}
