@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.record import add_option
 from threefold.cli import Parser, run
+from threefold.errors import UserError
 from threefold.flags import Settings, add_settings, settings_of
 from trainer.commands.shared import world_size
 from trainer.config import Config
@@ -66,6 +67,8 @@ def main() -> int:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Time steps, then profile one."""
+    if arguments.steps <= WARMUP_STEPS:
+        raise UserError(f"of {arguments.steps} steps none is timed", hint=f"--steps {WARMUP_STEPS + 1}, or more")
     config = configured(arguments.model, settings_of(arguments), world_size())
     if arguments.routes == "same":
         router.best = same

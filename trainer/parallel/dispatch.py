@@ -153,10 +153,11 @@ class Exchanged:
         experts_SK = self.tokens.gather(experts_TK)
         sent_R, counts = ops.sort(experts_SK, num_experts)
         counts_GE = self.ep.start_exchange(counts.view(self.ep.size, -1)).wait()  # of ranks, of this one's experts
-        experts_E = torch.arange(counts_GE.shape[1], device=counts.device)
-        experts_R = experts_E.repeat(self.ep.size).repeat_interleave(counts_GE.flatten())  # in the order of arrival
+        sizes = torch.stack([counts.view(self.ep.size, -1).sum(1), counts_GE.sum(1)]).cpu()  # the host waits
+        experts_E, num_rows = torch.arange(counts_GE.shape[1], device=counts.device), sum(sizes[1].tolist())
+        experts_GE = experts_E.repeat(self.ep.size)
+        experts_R = experts_GE.repeat_interleave(counts_GE.flatten(), output_size=num_rows)  # in the order of arrival
         places_R = experts_R.sort(stable=True).indices
-        sizes = torch.stack([counts.view(self.ep.size, -1).sum(1), counts_GE.sum(1)]).cpu()
         ends_E = counts_GE.sum(0).cumsum(0)
         self.limit.note(ends_E[-1], experts_SK.numel())
         return sent_R, ends_E.int(), places_R, sizes
