@@ -24,12 +24,15 @@ from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
+from trainer.model.microbatch import MicroBatch
 from trainer.model.recompute import Region
+from trainer.model.router import Router
 from trainer.model.table import local_runs
 from trainer.parallel.rows import RowLimit
 from trainer.verdict import Outcome
 
 SLOW = [pytest.mark.slow, pytest.mark.ci]
+ROUTE = Router.__call__
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("shared", "ep2-dp2", {"moe_rows": 1.0}),
     ("every second", "tp2-ep4-dp2-etp1", {}),
@@ -79,6 +82,29 @@ def test_a_layout_repeats_one_process(name: str, layout: str, parallel: dict[str
 def test_processes_that_exchange_rows_repeat_one() -> None:
     config = mixture("shared", "ep2-dp2", moe_dispatch="alltoall")
     assert_parity(run_ranks(2, run_steps, config, 2), reference("shared"))
+
+
+def first_experts(router: Router, x_TD: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Send every token to the same experts, which one rank of ep has."""
+    weights_TK, experts_TK = ROUTE(router, x_TD, batch)
+    return weights_TK, torch.arange(experts_TK.shape[1]).expand_as(experts_TK).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("ep2-dp2", {"train": {"recompute": "full"}}),
+        pytest.param("ep4-dp4", {}, marks=SLOW),
+        pytest.param("tp2-ep4-dp2-etp1", {}, marks=SLOW),
+    ],
+)
+def test_ranks_to_which_no_row_comes_repeat_one_process(
+    layout: str, parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Router, "__call__", first_experts)
+    config = mixture("shared", layout, moe_dispatch="alltoall", **parallel)
+    expected = run_steps(0, alone(mixture("shared")), 2)
+    assert_parity(run_threads(layout_of(config).world_size, run_steps, config, 2), expected)
 
 
 @pytest.mark.slow
