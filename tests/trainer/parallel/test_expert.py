@@ -90,13 +90,11 @@ def first_experts(router: Router, x_TD: torch.Tensor, batch: MicroBatch) -> tupl
     return weights_TK, torch.arange(experts_TK.shape[1]).expand_as(experts_TK).contiguous()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "parallel"),
-    [
-        ("ep2-dp2", {"train": {"recompute": "full"}}),
-        pytest.param("ep4-dp4", {}, marks=SLOW),
-        pytest.param("tp2-ep4-dp2-etp1", {}, marks=SLOW),
-    ],
+    [("ep2-dp2", {"train": {"recompute": "full"}}), ("ep4-dp4", {}), ("tp2-ep4-dp2-etp1", {})],
 )
 def test_ranks_to_which_no_row_comes_repeat_one_process(
     layout: str, parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
