@@ -65,7 +65,7 @@ def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:
         own = config.ops.experts != "csrc"
         forward += sizes.rows
         narrow += sizes.rows + sizes.packed * own + sizes.product
-        widen += 2 * sizes.rows + sizes.packed
+        widen += sizes.rows + sizes.packed
     # attention's backward, while a layer that is made again as a whole has gate and up still
     freed = 0 if again.is_full else norm + sizes.packed * (not makes_mlp)
     kernel = sizes.queries + sizes.heads + sizes.sums_of(config)  # the gradients of its result, q, k and v
