@@ -2,8 +2,6 @@
 
 import io
 import struct
-import zipfile
-import zlib
 from contextlib import redirect_stderr
 from functools import cache
 from pathlib import Path
@@ -12,21 +10,14 @@ from typing import Any
 
 from ckptkit.foreign.deepspeed.folder import UcpFolder
 from ckptkit.foreign.torch_files.pickle_writer import Call, Global, pickled
-from ckptkit.foreign.torch_files.zip_writer import TensorZip
 from datakit.foreign.datatrove import _DsFile
 from datakit.foreign.foreign_store import Pieces
+from tests.fuzzing.of_folders import described, tensor_zip
 from threefold.storage.memory import MemoryStorage
 from tools.fuzzing.fuzz import Parser
 
 NUM_TOKENS = 40
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-
-
-def flat_zip() -> bytes:
-    """Return what torch.save makes of a flat tensor."""
-    content = bytes(range(24))
-    around = TensorZip("float32", (6,), len(content))
-    return around.head + content + around.tail(zlib.crc32(content))
 
 
 def module_state() -> bytes:
@@ -35,19 +26,11 @@ def module_state() -> bytes:
     return pickled({"param_shapes": [shapes], "buffer_names": ["inv_freq"], "frozen_param_shapes": None})
 
 
-def zipped(description: bytes) -> bytes:
-    """Return a file of torch.save that has this description."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr("archive/data.pkl", description)
-    return content.getvalue()
-
-
 def read_universal(files: dict[str, bytes]) -> object:
     """Read a universal checkpoint of one parameter, in which some files are these."""
     storage: Any = MemoryStorage()
-    sound = {f"zero/weight/{state}.pt": flat_zip() for state in STATES}
-    for key, data in (sound | {"mp_rank_00_model_states.pt": zipped(module_state())} | files).items():
+    sound = {f"zero/weight/{state}.pt": tensor_zip(6) for state in STATES}
+    for key, data in (sound | {"mp_rank_00_model_states.pt": described(module_state())} | files).items():
         storage.write(key, data)
     folder = UcpFolder("ucp:folder")
     folder.storage = storage
@@ -74,9 +57,11 @@ def read_tokens(**files: bytes) -> object:
 
 CONVERTED = (
     Parser(
-        "deepspeed-module", lambda: [module_state()], lambda data: read_universal({"a_model_states.pt": zipped(data)})
+        "deepspeed-module",
+        lambda: [module_state()],
+        lambda data: read_universal({"a_model_states.pt": described(data)}),
     ),
-    Parser("deepspeed-tensor", lambda: [flat_zip()], lambda data: read_universal({"zero/weight/fp32.pt": data})),
+    Parser("deepspeed-tensor", lambda: [tensor_zip(6)], lambda data: read_universal({"zero/weight/fp32.pt": data})),
     Parser(
         "datatrove-index",
         lambda: [struct.pack("<3Q", 7, 7, NUM_TOKENS), struct.pack("<Q", NUM_TOKENS)],

@@ -113,10 +113,10 @@ def small_file() -> bytes:
     return struct.pack("<Q", len(header)) + header + bytes(26)
 
 
-def tensor_zip() -> bytes:
-    """Return what torch.save makes of a matrix."""
+def tensor_zip(*shape: int) -> bytes:
+    """Return what torch.save makes of a tensor of six numbers."""
     content = bytes(range(24))
-    around = TensorZip("float32", (2, 3), len(content))
+    around = TensorZip("float32", shape, len(content))
     return around.head + content + around.tail(zlib.crc32(content))
 
 
@@ -141,13 +141,18 @@ def description() -> bytes:
     )
 
 
-def read_description(data: bytes) -> object:
-    """Read a file of torch.save that has this description."""
+def described(data: bytes) -> bytes:
+    """Return a file of torch.save that has this description, and the numbers of a tensor."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("archive/data.pkl", data)
         archive.writestr("archive/data/0", bytes(24))
-    return read_archive(stored(content.getvalue()), KEY)
+    return content.getvalue()
+
+
+def read_description(data: bytes) -> object:
+    """Read a file of torch.save that has this description."""
+    return read_archive(stored(described(data)), KEY)
 
 
 def metadata() -> bytes:
@@ -216,7 +221,7 @@ WEIGHTS_OF_LLAMA = weights()
 FOLDERS = (
     Parser("safetensors", lambda: [small_file()], lambda data: read_file(stored(data), KEY)),
     Parser("safetensors-header", lambda: json_seeds(HEADER), read_header, mutate=mutated_json),
-    Parser("torch-zip", lambda: [tensor_zip()], lambda data: read_tensor(stored(data), KEY, 0, len(data))),
+    Parser("torch-zip", lambda: [tensor_zip(2, 3)], lambda data: read_tensor(stored(data), KEY, 0, len(data))),
     Parser("torch-description", lambda: [description()], read_description),
     Parser("dcp-metadata", lambda: [metadata()], lambda data: read_metadata(data, "here")),
     Parser(

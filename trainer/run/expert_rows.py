@@ -2,13 +2,12 @@
 
 import math
 from bisect import bisect_right
-from dataclasses import replace
 
 from trainer.config import Config
 from trainer.job.ranks import Ranks
 from trainer.parallel.rows import RowLimit
-from trainer.run.memory import rank_memory, size_text
-from trainer.run.memory_check import device_memory
+from trainer.run.memory import size_text
+from trainer.run.memory_check import Plan, device_memory, with_values
 
 
 def rows_that_fit(config: Config, device_bytes: int) -> float:
@@ -29,8 +28,7 @@ def rows_that_fit(config: Config, device_bytes: int) -> float:
 
 def planned(config: Config, rows: float) -> int:
     """Return the bytes that a rank takes, with memory for so many times the mean rows."""
-    whole = replace(config, parallel=replace(config.parallel, moe_rows=rows))
-    return max(rank_memory(whole, pp).total for pp in range(config.parallel.pp))
+    return Plan(with_values(config, {"parallel.moe_rows": rows})).total
 
 
 def limit_rows(limit: RowLimit, config: Config, ranks: Ranks) -> None:
