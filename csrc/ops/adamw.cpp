@@ -35,6 +35,7 @@ AdamwNumbers adamw_numbers(const op_adamw_step& step) {
       .eps = step.eps,
       .has_bf16_moments = step.moments == OP_BF16,
       .is_split = step.is_split != 0,
+      .publishes_half = step.published == OP_F16,
   };
 }
 

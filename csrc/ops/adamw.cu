@@ -1,6 +1,6 @@
 // AdamW and squared norms on CUDA: one launch walks the chunks of all intervals, one block a chunk.
 //
-// AdamW reads gradient, moments and master and writes the last three, and the bf16 weight, once. It takes the roundings
+// AdamW reads gradient, moments and master and writes the last three, and the 16-bit weight, once. It takes the roundings
 // of adamw.inc in their order, none of them fused, so that its bits are the CPU's. A sum of squares has the same order
 // with and without packs, so its bits depend on the values of the interval alone.
 #include "adamw.h"
@@ -22,12 +22,12 @@ __device__ __forceinline__ float root(float a) { return __fsqrt_rn(a); }
 __device__ __forceinline__ double root(double a) { return __dsqrt_rn(a); }
 
 // A chunk's elements, and the numbers of the step in the arithmetic's type. Master is int16_t where it is split.
-template <class Number, class Moment, class Master>
+template <class Number, class Moment, class Master, class Weight>
 struct Chunk {
   const Number* gradient;
   Moment *exp_avg, *exp_avg_sq;
   Master* master;
-  Bf16* published;
+  Weight* published;
   int count;
   Number scale, keep, gradient_share, beta2, square_share, step_size, inverse_root, eps;
 
@@ -46,15 +46,15 @@ __device__ __forceinline__ T* global(Pointer pointer, int64_t begin) {
   return static_cast<T*>(pointer) + begin;
 }
 
-template <class Number, class Moment, class Master>
+template <class Number, class Moment, class Master, class Weight>
 __device__ __forceinline__ auto chunk_of(const op_interval& interval, const op_chunk& chunk,
                                          const AdamwNumbers& numbers, double factor) {
-  Chunk<Number, Moment, Master> made;
+  Chunk<Number, Moment, Master, Weight> made;
   made.gradient = global<const Number>(interval.gradient, chunk.begin);
   made.exp_avg = global<Moment>(interval.exp_avg, chunk.begin);
   made.exp_avg_sq = global<Moment>(interval.exp_avg_sq, chunk.begin);
   made.master = global<Master>(interval.master, chunk.begin);
-  made.published = interval.published ? static_cast<Bf16*>(interval.published) + chunk.begin : nullptr;
+  made.published = interval.published ? static_cast<Weight*>(interval.published) + chunk.begin : nullptr;
   made.count = static_cast<int>(chunk.end - chunk.begin);
   made.scale = static_cast<Number>(factor);
   made.keep = interval.decays ? static_cast<Number>(numbers.decay) : Number{1};
@@ -67,9 +67,9 @@ __device__ __forceinline__ auto chunk_of(const op_interval& interval, const op_c
   return made;
 }
 
-// The masters of a pack; `published` is where its weights are in bf16, or null.
-template <int kSize, class Number>
-__device__ __forceinline__ void load_masters(const Number* master, const Bf16*, Number (&values)[kSize]) {
+// The masters of a pack; `published` is where its weights are in 16 bits, or null.
+template <int kSize, class Number, class Weight>
+__device__ __forceinline__ void load_masters(const Number* master, const Weight*, Number (&values)[kSize]) {
   const auto pack = *reinterpret_cast<const Pack<Number, kSize>*>(master);
 #pragma unroll
   for (int e = 0; e < kSize; ++e) values[e] = pack.v[e];
@@ -81,14 +81,14 @@ __device__ __forceinline__ void load_masters(const int16_t* master, const Bf16* 
 #pragma unroll
   for (int e = 0; e < kSize; ++e) values[e] = __uint_as_float(joined(__bfloat16_as_ushort(high.v[e]), low.v[e]));
 }
-template <int kSize>
-__device__ __forceinline__ void publish(Bf16* published, const float (&values)[kSize]) {
-  Pack<Bf16, kSize> rounded;
+template <int kSize, class Weight>
+__device__ __forceinline__ void publish(Weight* published, const float (&values)[kSize]) {
+  Pack<Weight, kSize> rounded;
   rounded.set(values);
-  *reinterpret_cast<Pack<Bf16, kSize>*>(published) = rounded;
+  *reinterpret_cast<Pack<Weight, kSize>*>(published) = rounded;
 }
-template <int kSize, class Number>
-__device__ __forceinline__ void store_masters(Number* master, Bf16* published, Number (&values)[kSize]) {
+template <int kSize, class Number, class Weight>
+__device__ __forceinline__ void store_masters(Number* master, Weight* published, Number (&values)[kSize]) {
   Pack<Number, kSize> pack;
   pack.set(values);
   *reinterpret_cast<Pack<Number, kSize>*>(master) = pack;
@@ -110,15 +110,15 @@ __device__ __forceinline__ void store_masters(int16_t* master, Bf16* published, 
 }
 
 // Updates packs of kSize elements, from element `begin` on; a thread has two under way at once.
-template <int kSize, class Number, class Moment, class Master>
-__device__ __forceinline__ void update_packs(const Chunk<Number, Moment, Master>& chunk, int begin, int num_packs) {
+template <int kSize, class Number, class Moment, class Master, class Weight>
+__device__ __forceinline__ void update_packs(const Chunk<Number, Moment, Master, Weight>& chunk, int begin, int num_packs) {
   using Elements = Pack<Number, kSize>;
   using Moments = Pack<Moment, kSize>;
   const auto gradient = reinterpret_cast<const Elements*>(chunk.gradient + begin);
   const auto exp_avg = reinterpret_cast<Moments*>(chunk.exp_avg + begin);
   const auto exp_avg_sq = reinterpret_cast<Moments*>(chunk.exp_avg_sq + begin);
   const auto master = chunk.master + begin;
-  const auto published = chunk.published ? global<Bf16>(chunk.published, begin) : nullptr;
+  const auto published = chunk.published ? global<Weight>(chunk.published, begin) : nullptr;
   const auto weights = [=](int pack) { return published ? published + pack * kSize : nullptr; };
   for (int first = threadIdx.x; first < num_packs; first += 2 * kThreads) {
     Elements g[2];
@@ -152,19 +152,19 @@ __device__ __forceinline__ bool is_aligned(Pointer pointer, size_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-template <class Number, class Moment, class Master>
+template <class Number, class Moment, class Master, class Weight>
 __global__ void __launch_bounds__(kThreads, 4)
     adamw(const op_interval* __restrict__ intervals, const op_chunk* __restrict__ chunks, AdamwNumbers numbers,
           const double* __restrict__ factor, const float* __restrict__ is_bad) {
   constexpr int kSize = kPackSize<Number>;
   const bool is_good = !(*is_bad > 0);
   const op_chunk bounds = chunks[blockIdx.x];
-  const auto chunk = chunk_of<Number, Moment, Master>(intervals[bounds.interval], bounds, numbers, *factor);
+  const auto chunk = chunk_of<Number, Moment, Master, Weight>(intervals[bounds.interval], bounds, numbers, *factor);
   if (!is_good) return;
   int done = 0;
   constexpr size_t kMomentBytes = sizeof(Moment) * kSize;
   if (is_aligned(chunk.gradient, 16) && is_aligned(chunk.exp_avg, kMomentBytes) &&
-      is_aligned(chunk.exp_avg_sq, kMomentBytes) && is_aligned(chunk.master, sizeof(Master) * kSize) && is_aligned(chunk.published, sizeof(Bf16) * kSize)) {
+      is_aligned(chunk.exp_avg_sq, kMomentBytes) && is_aligned(chunk.master, sizeof(Master) * kSize) && is_aligned(chunk.published, sizeof(Weight) * kSize)) {
     update_packs<kSize>(chunk, 0, chunk.count / kSize);
     done = chunk.count / kSize * kSize;
   }
@@ -240,11 +240,12 @@ int op_adamw_cuda(int dtype, const op_interval* intervals, const op_chunk* chunk
                   const op_adamw_step* step, const double* factor, const float* is_bad, void* stream) {
   if (!fits(dtype, *step) || num_chunks < 0 || num_chunks > INT32_MAX) return OP_BAD_ARGUMENT;
   if (num_chunks == 0) return 0;
-  const bool is_bf16 = step->moments == OP_BF16;
-  const auto run = dtype == OP_F64  ? adamw<double, double, double>
-                   : step->is_split ? (is_bf16 ? adamw<float, Bf16, int16_t> : adamw<float, float, int16_t>)
-                   : is_bf16        ? adamw<float, Bf16, float>
-                                    : adamw<float, float, float>;
+  const bool is_bf16 = step->moments == OP_BF16, is_half = step->published == OP_F16;
+  const auto run = dtype == OP_F64  ? adamw<double, double, double, Bf16>
+                   : step->is_split ? (is_bf16 ? adamw<float, Bf16, int16_t, Bf16> : adamw<float, float, int16_t, Bf16>)
+                   : is_half        ? (is_bf16 ? adamw<float, Bf16, float, Half> : adamw<float, float, float, Half>)
+                   : is_bf16        ? adamw<float, Bf16, float, Bf16>
+                                    : adamw<float, float, float, Bf16>;
   run<<<static_cast<unsigned>(num_chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       intervals, chunks, adamw_numbers(*step), factor, is_bad);
   return launch_status();

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
 #include "ops.h"
 
 using Bf16 = __nv_bfloat16;
+using Half = __half;
 
 template <class T>
 struct Arithmetic {
@@ -23,9 +25,11 @@ using NumberOf = typename Arithmetic<T>::Number;
 __device__ __forceinline__ double to_number(double value) { return value; }
 __device__ __forceinline__ float to_number(float value) { return value; }
 __device__ __forceinline__ float to_number(Bf16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_number(Half value) { return __half2float(value); }
 __device__ __forceinline__ void round_to(double& out, double value) { out = value; }
 __device__ __forceinline__ void round_to(float& out, float value) { out = value; }
 __device__ __forceinline__ void round_to(Bf16& out, float value) { out = __float2bfloat16_rn(value); }
+__device__ __forceinline__ void round_to(Half& out, float value) { out = __float2half_rn(value); }
 
 // Neighbouring elements that one thread loads and stores at once, at most 16 bytes an access.
 template <class T, int kSize>
@@ -38,7 +42,7 @@ struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Pack {
   }
 };
 
-// Eight bf16 as four words: as eight elements, the compiler takes a register for each.
+// Eight bf16 or halves as four words: as eight elements, the compiler takes a register for each.
 template <>
 struct alignas(16) Pack<Bf16, 8> {
   uint32_t words[4];
@@ -49,6 +53,22 @@ struct alignas(16) Pack<Bf16, 8> {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
       const __nv_bfloat162 pair = __floats2bfloat162_rn(values[e], values[e + 1]);
+      words[e / 2] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+};
+
+template <>
+struct alignas(16) Pack<Half, 8> {
+  uint32_t words[4];
+  __device__ __forceinline__ float get(int e) const {
+    const __half2& pair = reinterpret_cast<const __half2&>(words[e / 2]);
+    return e % 2 == 0 ? __low2float(pair) : __high2float(pair);
+  }
+  __device__ __forceinline__ void set(const float (&values)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const __half2 pair = __floats2half2_rn(values[e], values[e + 1]);
       words[e / 2] = reinterpret_cast<const uint32_t&>(pair);
     }
   }
@@ -69,6 +89,7 @@ int with_dtype(int dtype, Body body) {
     case OP_F64: return body(double{});
     case OP_F32: return body(float{});
     case OP_BF16: return body(Bf16{});
+    case OP_F16: return body(Half{});
     default: return OP_BAD_ARGUMENT;
   }
 }

@@ -48,6 +48,6 @@ const Kernels& kernels();  // the table of op_simd()
 
 inline int64_t item_bytes(int dtype) { return dtype == OP_F64 ? 8 : dtype == OP_F32 ? 4 : 2; }
 inline int64_t number_bytes(int dtype) { return dtype == OP_F64 ? 8 : 4; }  // of what it is computed in
-inline bool is_dtype(int dtype) { return dtype >= OP_F64 && dtype <= OP_BF16; }
+inline bool is_dtype(int dtype) { return (dtype >= OP_F64 && dtype <= OP_BF16) || dtype == OP_F16; }
 inline const void* at(const void* pointer, int64_t bytes) { return static_cast<const char*>(pointer) + bytes; }
 inline void* at(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) + bytes; }

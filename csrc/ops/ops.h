@@ -15,7 +15,7 @@
 #define OP_API
 #endif
 
-enum op_dtype { OP_F64 = 0, OP_F32 = 1, OP_BF16 = 2, OP_I64 = 3 };  // the last of rows' experts alone
+enum op_dtype { OP_F64 = 0, OP_F32 = 1, OP_BF16 = 2, OP_I64 = 3, OP_F16 = 4 };  // OP_I64 of rows' experts alone
 enum { OP_BAD_ARGUMENT = -1 };
 enum op_simd { OP_SIMD_BASE = 0, OP_SIMD_AVX2 = 1, OP_SIMD_AVX512 = 2 };
 
@@ -171,7 +171,7 @@ OP_API int op_dropout_cuda(int dtype, const void* x, void* y, int64_t num_sample
 struct op_interval {
   const void* gradient;
   void *exp_avg, *exp_avg_sq, *master;
-  void* published;  // OP_BF16, takes the rounded master; NULL if the master is itself the weight, and for OP_F64
+  void* published;  // takes the rounded master; NULL if the master is itself the weight, and for OP_F64
   int64_t count, decays;
   int64_t row;                     // of the squared norms
   int64_t first_chunk, end_chunk;  // its chunks
@@ -187,6 +187,7 @@ struct op_adamw_step {
   int64_t step;
   int64_t moments;   // their dtype
   int64_t is_split;  // whether all masters are
+  int64_t published;  // the dtype of what is: OP_BF16, or OP_F16 where no master is split
 };
 
 // AdamW in place on the elements of all chunks, with the gradients times `factor`; nothing is written if `is_bad` is
@@ -209,7 +210,7 @@ OP_API int op_squared_norms_cuda(int dtype, const struct op_interval* intervals,
 // Philox4x32-10 of one counter; `counter` and `random` have four words, `key` two.
 OP_API void op_philox(const uint32_t* counter, const uint32_t* key, uint32_t* random);
 // Fill the dense box [box_offset, box_offset + box_shape) of a tensor of `global_shape` with std * z, where z is the
-// standard normal number of (key, flat global index); computed in double, then rounded (to OP_BF16 through float). At
+// standard normal number of (key, flat global index); computed in double, then rounded (to 16 bits through float). At
 // most 8 dims; the bits are the same on all devices.
 OP_API int op_normal(int dtype, void* out, uint64_t key, int num_dims, const int64_t* box_shape,
                      const int64_t* global_shape, const int64_t* box_offset, double std, int num_threads);

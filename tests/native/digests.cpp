@@ -41,6 +41,16 @@ std::vector<uint16_t> made(size_t count) {  // bfloat16
   return values;
 }
 
+struct Half {
+  uint16_t bits;
+};
+template <>
+std::vector<Half> made(size_t count) {  // of any size below 2
+  std::vector<Half> values(count);
+  for (Half& value : values) value.bits = static_cast<uint16_t>(next()) & 0xBFFFu;
+  return values;
+}
+
 template <class T>
 void print(const char* name, const std::vector<T>& values) {
   uint64_t hash = 0xCBF29CE484222325ULL;
@@ -249,5 +259,7 @@ int main(int count, char** paths) {
   of_experts<double, double>(OP_F64, "fp64");
   of_experts<float, float>(OP_F32, "fp32");
   of_experts<uint16_t, float>(OP_BF16, "bf16");
+  of_ops<Half, float>(OP_F16, "fp16");
+  of_experts<Half, float>(OP_F16, "fp16");
   return 0;
 }

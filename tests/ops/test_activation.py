@@ -10,7 +10,7 @@ from threefold.errors import UserError
 from trainer.ops import native
 from trainer.ops.activation import ACTIVATIONS, GELU, SWIGLU, Activation, activate, activate_reference
 
-TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 6e-3}
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 # rows, columns: whole packs, odd rows, one element, a block's tile and a little more, columns that no block fills
 SHAPES = [(1, 1), (7, 64), (3, 33), (130, 96), (5, 2056), (2, 5001), (1, 256)]
 IDS = {"ids": str}
@@ -177,8 +177,8 @@ def test_bad_arguments_are_named() -> None:
         activate(torch.ones(2, 5), SWIGLU)
     with pytest.raises(UserError, match=r"gelu: x \[3, 2\] with strides \[1, 3\]"):
         GELU.forward(torch.ones(2, 3).mT)
-    with pytest.raises(UserError, match=r"not torch\.float16"):
-        activate(torch.ones(2, 4, dtype=torch.float16), GELU)
+    with pytest.raises(UserError, match=r"not torch\.int32"):
+        activate(torch.ones(2, 4, dtype=torch.int32), GELU)
     x = torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="bad argument"):
         native.call("activation_forward", x, 7, x.data_ptr(), x.data_ptr(), 2, 4)
@@ -188,7 +188,8 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, **IDS)
 def test_the_largest_numbers_saturate(activation: Activation, dtype: torch.dtype, device: str) -> None:
     most = torch.finfo(dtype).max if dtype != torch.float64 else 1e300
-    far = torch.tensor([[-most], [-1e20], [1e20], [most]], dtype=torch.float64)
+    large = min(1e20, most / 2)
+    far = torch.tensor([[-most], [-large], [large], [most]], dtype=torch.float64)
     x = torch.cat([far, torch.ones_like(far)], 1) if activation.num_parts == 2 else far
     y, dx = results(activation, x.to(device, dtype), torch.ones(4, 1, dtype=dtype, device=device))
     assert y.flatten().tolist() == [0.0, 0.0, *x[2:, 0].to(dtype).tolist()]

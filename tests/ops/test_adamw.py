@@ -307,8 +307,8 @@ def test_intervals_that_do_not_fit_are_named() -> None:
         IntervalTable([replace(interval, exp_avg=interval.exp_avg[:7])])
     with pytest.raises(UserError, match=r"gradient is torch.float64 on cpu .* not torch.float32 on cpu"):
         IntervalTable([replace(interval, gradient=interval.gradient.double())])
-    with pytest.raises(UserError, match=r"published is torch.float16 .* not torch.bfloat16"):
-        IntervalTable([replace(interval, published=interval.master.half())])
+    with pytest.raises(UserError, match=r"published is torch.float64 .* not torch.bfloat16"):
+        IntervalTable([replace(interval, published=interval.master.double())])
     with pytest.raises(UserError, match=r"with strides \(2,\)"):
         IntervalTable([replace(interval, **{name: getattr(interval, name)[::2] for name in STATES[:-1]})])
     wide = Case((8,), torch.float64).intervals[0]

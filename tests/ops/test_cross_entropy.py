@@ -15,12 +15,12 @@ from trainer.ops import native
 from trainer.ops.cross_entropy import VocabularyPart, cross_entropy_reference, row_sums, write_gradient
 from trainer.parallel.cross_entropy import factors, losses, vocab_cross_entropy
 
-TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 6e-3}
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 # tokens, true columns, padding: no whole pack, a warp's packs, odd ends, all threads several times
 SHAPES = [(1, 1, 0), (5, 3, 61), (7, 61, 3), (33, 1000, 24), (4, 4099, 5), (3, 50257, 47), (2, 131072, 0)]
 IDS = {"ids": str}
 ALONE = Group("test", (0,), 0, Clock(torch.device("cpu")))
-POISON = 1e30  # what padding and the room between rows hold
+POISON = 6e4  # what padding and the room between rows hold
 
 
 class Case:
@@ -242,7 +242,7 @@ def test_bad_arguments_are_named() -> None:
         row_sums(case.logits, case.labels[:3], part)
     with pytest.raises(UserError, match=r"must be neighbours; strides are \(1, 4\)"):
         row_sums(case.logits.T.contiguous().T, case.labels, part)
-    with pytest.raises(UserError, match=r"takes float64, float32 or bfloat16, not torch.float16"):
-        row_sums(case.logits.half(), case.labels, part)
+    with pytest.raises(UserError, match=r"takes float64, float32, bfloat16 or float16, not torch.int32"):
+        row_sums(case.logits.int(), case.labels, part)
     with pytest.raises(RuntimeError, match="bad argument"):
         row_sums(case.logits, case.labels, VocabularyPart(0, 7))

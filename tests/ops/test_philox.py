@@ -23,7 +23,7 @@ KNOWN_ANSWERS = [
         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
     ),
 ]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize(("counter", "key", "random"), KNOWN_ANSWERS)

@@ -10,7 +10,7 @@ from threefold.errors import UserError
 from trainer.ops import native
 from trainer.ops.rope import QkNorm, rope, rope_reference, rope_turns, turned
 
-TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 6e-3}
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 # tokens, N, K, H: packs that fill a lane, a warp's eight heads, odd ones, one kv head, heads longer than a warp's lanes
 SHAPES = [(1, 1, 1, 2), (7, 4, 2, 64), (33, 3, 1, 128), (130, 16, 8, 64), (5, 6, 3, 96), (9, 5, 5, 22), (3, 2, 1, 1024)]
 IDS = {"ids": str}
@@ -266,5 +266,5 @@ def test_bad_arguments_are_named() -> None:
         rope(case.qkv.mT.contiguous().mT, turns, 2, 1, in_place=True)
     with pytest.raises(UserError, match=r"a weight is torch.float32 \[7\]"):
         rope(case.qkv, turns, 2, 1, norm=QkNorm(case.weights[0][:7], case.weights[1], 1e-5))
-    with pytest.raises(UserError, match=r"takes float64, float32 or bfloat16, not torch.float16"):
-        rope(case.qkv.half(), turns, 2, 1)
+    with pytest.raises(UserError, match=r"takes float64, float32, bfloat16 or float16, not torch.int32"):
+        rope(case.qkv.int(), turns, 2, 1)

@@ -1,6 +1,6 @@
 """SwiGLU on packed gate|up, and GELU in its tanh form: one native pass each, whose backward makes the product again.
 
-Arithmetic is fp32 for bf16 and fp32 tensors, fp64 for fp64; a result is rounded once. The bits of an element depend on
+Arithmetic is fp64 for fp64 tensors, else fp32; a result is rounded once. The bits of an element depend on
 that element alone, on the CPU on no number of threads. Sources: Shazeer, "GLU Variants Improve Transformer", 2020;
 Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
 """

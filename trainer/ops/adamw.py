@@ -1,10 +1,9 @@
 """AdamW over all parts of parameters that a rank updates, and the squared norms of their gradients, one pass each.
 
-A step reads gradient, moments and master once, and writes moments, master and the bf16 weight. Arithmetic has the dtype
-of the master; moments may be kept in bf16, rounded once a step. A split master is the bf16 weight and the 16 bits below
-it. The bits of an element depend on its own numbers and the step alone: not on threads, on the device or on how
-parameters are cut. Squares are summed in float64, in an order
-that the part's length fixes on a device type.
+A step reads gradient, moments and master once, and writes moments, master and the 16-bit weight. Arithmetic has the
+dtype of the master; moments may be kept in bf16, rounded once a step. A split master is the bf16 weight and the 16 bits
+below it. The bits of an element depend on its own numbers and the step alone: not on threads, on the device or on how
+parameters are cut. Squares are summed in float64, in an order that the part's length fixes on a device type.
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
@@ -29,9 +28,9 @@ CHUNK = 1 << 14  # elements that one block of threads updates
 class Interval:
     """A part of one parameter with its gradient and optimizer state: flat, of one size and one wide dtype.
 
-    Both moments may be of bf16 where the others are of fp32. `published` takes the master rounded to bf16; it is None
-    if the master is the weight itself. If `master` is of int16, it has the low bits and `published` the high ones, as
-    `trainer.ops.split` says. `decays`: weight decay applies. `row` is the place of the squared norm.
+    Both moments may be of bf16 where the others are of fp32. `published` takes the master rounded to bf16 or fp16;
+    it is None if the master is the weight itself. If `master` is of int16, it has the low bits and `published`
+    the high ones, as `trainer.ops.split` says. `decays`: weight decay applies. `row` is the place of the squared norm.
     """
 
     gradient: Tensor
@@ -54,8 +53,9 @@ class IntervalTable:
         self._intervals = [each for each in intervals if each.gradient.numel() > 0]
         if not self._intervals:
             return
+        self._published = next((each.published.dtype for each in intervals if each.published is not None), None)
         for each in intervals:
-            _check(each, self._intervals[0])
+            _check(each, self._intervals[0], self._published)
         counts = torch.tensor([each.gradient.numel() for each in self._intervals])
         num_chunks = (counts + CHUNK - 1) // CHUNK
         ends = num_chunks.cumsum(0)
@@ -85,7 +85,8 @@ class IntervalTable:
             return
         first = self._intervals[0]
         moments, is_split = native.DTYPE_CODES[first.exp_avg.dtype], first.master.dtype == split.LOW
-        numbers = _Step(lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay, step, moments, is_split)
+        published = native.DTYPE_CODES[self._published or torch.bfloat16]
+        numbers = _Step(lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay, step, moments, is_split, published)
         factor, is_bad = factor.double(), is_bad.float()
         tables = (self._rows.data_ptr(), self._chunks.data_ptr(), len(self._chunks))
         decisions = (factor.data_ptr(), is_bad.data_ptr())
@@ -171,6 +172,7 @@ class _Step(ctypes.Structure):
         ("step", INT64),
         ("moments", INT64),
         ("is_split", INT64),
+        ("published", INT64),
     )
 
 
@@ -181,14 +183,15 @@ def _row(interval: Interval) -> list[int]:
     return [*(state.data_ptr() for state in states), *numbers]
 
 
-def _check(interval: Interval, first: Interval) -> None:
+def _check(interval: Interval, first: Interval, published: torch.dtype | None) -> None:
     is_split, moments, device = first.master.dtype == split.LOW, first.exp_avg.dtype, first.master.device
     wide = torch.float32 if is_split else first.master.dtype
     if wide == torch.float64 and (interval.published is not None or moments != wide):
         raise UserError("adamw: a float64 master has float64 moments, and is published as it is")
     if is_split and interval.published is None:
         raise UserError("adamw: the high bits of a split master are the published weight, which is not there")
-    kinds = {"exp_avg": moments, "exp_avg_sq": moments, "master": first.master.dtype, "published": torch.bfloat16}
+    kinds = {"exp_avg": moments, "exp_avg_sq": moments, "master": first.master.dtype}
+    kinds["published"] = torch.float16 if published == torch.float16 and not is_split else torch.bfloat16
     for name in ("gradient", "exp_avg", "exp_avg_sq", "master", "published"):
         tensor, dtype = getattr(interval, name), kinds.get(name, wide)
         if tensor is None:

@@ -1,6 +1,6 @@
 """Cross-entropy over a part of a vocabulary: its sums in one read of the logits, its gradient in their memory.
 
-Logits [T, V] are bf16, fp32 or fp64; arithmetic and results are fp32, fp64 for fp64. For a row with the largest logit
+Logits [T, V] are of 16, 32 or 64 bits; arithmetic and results are fp32, fp64 for fp64. For a row with the largest logit
 M, S = sum of exp(logit - M) and the label's logit x, the loss is log S + M - x. Parts of a vocabulary are joined by the
 largest M and by sums of S exp(M_part - M) and x: see `trainer.parallel.cross_entropy`. The bits of a row depend on the
 row alone, on CUDA also on its address modulo 16; on the CPU they do not depend on the number of threads.

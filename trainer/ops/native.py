@@ -14,7 +14,7 @@ import torch
 from threefold.errors import UserError
 from threefold.native import DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library, rebuild
 
-DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
+DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}
 _INTEGER_CODES = {torch.int64: 3}  # of the ops in _OF_INTEGERS
 MIN_CAPABILITY = (8, 0)  # CMakeLists.txt: the oldest GPU that the kernels are built for
 SIMD_NAMES = ("base", "avx2", "avx512")

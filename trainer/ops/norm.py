@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over the last dim, of x or of a residual stream that x is added to.
 
 y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias; RMSNorm has no bias and takes the means for 0.
-Forward and backward are one native pass each. Arithmetic is fp32 for bf16 and fp32 tensors, fp64 for fp64; a bf16
+Forward and backward are one native pass each. Arithmetic is fp64 for fp64 tensors, else fp32; a 16-bit
 result is rounded once. The norm is that of the rounded sum, so a norm of a sum that was made elsewhere has its bits.
 The bits of y, of the sum and of its gradient depend on the row alone; on the CPU no bit depends on the number of
 threads. Saved for the backward: the sum (or x), weight, and one number a row, two for LayerNorm. Other
@@ -35,7 +35,7 @@ class Handles(Protocol):
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """RMSNorm of x [..., D] with weight [D] of the same dtype and device; differentiable once.
 
-    Raises UserError if weight does not fit x, or the dtype is not float64, float32 or bfloat16.
+    Raises UserError if weight does not fit x, or the dtype is not float64, float32, bfloat16 or float16.
     """
     return add_norm(x, None, weight, None, eps)[0]
 

@@ -1,7 +1,7 @@
 """RoPE, with RMSNorm of each q and k head before it if asked for (QK-norm): one native pass over packed q|k|v.
 
 A token's row holds N heads of q, K of k and K of v. Pairs (i, i + H/2) of a q or k head turn by the token's position
-times theta^(-2i/H), as in Llama. Arithmetic is fp32 for bf16 and fp32 tensors, fp64 for fp64; a result is rounded once.
+times theta^(-2i/H), as in Llama. Arithmetic is fp64 for fp64 tensors, else fp32; a result is rounded once.
 The bits of a token depend on that token alone, on the CPU on no number of threads. The backward reads the gradients of
 q, k and v wherever they are and writes the packed gradient. Sources: Su et al., "RoFormer", 2021; for QK-norm, Henry et
 al., "Query-Key Normalization for Transformers", 2020.

@@ -1,6 +1,6 @@
 """Attention in plain torch: any dtype, device and mask, a block of queries of one document at a time.
 
-Arithmetic is float32 for bf16 and fp32 tensors, float64 for fp64; results are rounded once. At most `BLOCK` queries'
+Arithmetic is float64 for fp64 tensors, else float32; results are rounded once. At most `BLOCK` queries'
 scores are in memory, and no key that the block cannot see is read.
 """
 

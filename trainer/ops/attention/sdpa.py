@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.ops.attention.seam import (
+    HALVES,
     Gradients,
     Mask,
     Saved,
@@ -123,8 +124,8 @@ class Efficient:
     is_deterministic = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
-        if q_TNH.device.type != "cuda" or q_TNH.dtype not in (torch.float32, torch.bfloat16):
-            return "it takes float32 and bfloat16 on cuda"
+        if q_TNH.device.type != "cuda" or q_TNH.dtype not in (torch.float32, *HALVES):
+            return "it takes float32, bfloat16 and float16 on cuda"
         if q_TNH.shape[2] % 8:
             return f"heads of {q_TNH.shape[2]}: it takes multiples of 8"
         return refuses_all_but_rows(mask, documents=False)

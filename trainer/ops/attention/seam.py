@@ -14,6 +14,8 @@ from torch import Tensor
 
 from threefold.errors import UserError
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
@@ -161,9 +163,9 @@ def lse_by_row(lse_NT: Tensor, mask: Mask) -> Tensor:
 
 
 def refuses_half(q_TNH: Tensor, most: int, *, major: int = 8) -> str | None:
-    """Return why a kernel for bf16 on GPUs from a compute capability on, heads up to `most`, cannot take q."""
-    if q_TNH.device.type != "cuda" or q_TNH.dtype != torch.bfloat16:
-        return "it takes bfloat16 on cuda"
+    """Return why a kernel for 16 bits on GPUs from a compute capability on, heads up to `most`, cannot take q."""
+    if q_TNH.device.type != "cuda" or q_TNH.dtype not in HALVES:
+        return "it takes bfloat16 and float16 on cuda"
     if torch.cuda.get_device_capability(q_TNH.device)[0] < major:
         return f"it wants a GPU of compute capability {major} or more"
     size = q_TNH.shape[2]
