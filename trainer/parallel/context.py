@@ -22,6 +22,8 @@ from trainer.ops.attention.seam import Backend, Gradients, Mask, attention, chec
 from trainer.ops.dtypes import wide_dtype
 from trainer.parallel.places import Runs, halves_of, share_of
 
+WORD = torch.complex128
+
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
@@ -164,7 +166,7 @@ class _ToHeads(torch.autograd.Function):
         counts = [-(-x.shape[1] // group.size) for x in (q, k, v)]  # of a rank; fewer heads than ranks are repeated
         packed_RTCH = q.new_empty(group.size, len(q), sum(counts), q.shape[2])
         for part_RTCH, x in zip(packed_RTCH.split(counts, 2), (q, k, v), strict=True):
-            part_RTCH.copy_(_by_rank(x, group.size))
+            in_wide_words(part_RTCH).copy_(in_wide_words(_by_rank(x, group.size)))
         q, k, v = group.start_exchange(packed_RTCH).wait().flatten(0, 1).split(counts, 1)
         return q, k, v
 
@@ -185,12 +187,12 @@ class _ToTokens(torch.autograd.Function):
     def forward(ctx: Any, x_SNH: Tensor, group: Group) -> Tensor:
         ctx.group = group
         received_RTNH = group.start_exchange(x_SNH.contiguous()).wait().unflatten(0, (group.size, -1))
-        return received_RTNH.transpose(0, 1).flatten(1, 2)
+        return contiguous(received_RTNH.transpose(0, 1)).flatten(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_TNH: Tensor) -> tuple[Tensor, None]:
-        packed_RTNH = _by_rank(dy_TNH, ctx.group.size).contiguous()
+        packed_RTNH = contiguous(_by_rank(dy_TNH, ctx.group.size))
         return ctx.group.start_exchange(packed_RTNH).wait().flatten(0, 1), None
 
 
@@ -206,4 +208,19 @@ def _by_token(x_RTNH: Tensor, shape: torch.Size) -> Tensor:
     repeats = len(x_RTNH) * x_RTNH.shape[2] // shape[1]
     if repeats > 1:
         x_RTNH = x_RTNH.unflatten(0, (-1, repeats)).sum(1, dtype=wide_dtype(x_RTNH.dtype)).to(x_RTNH.dtype)
-    return x_RTNH.transpose(0, 1).flatten(1, 2)
+    return contiguous(x_RTNH.transpose(0, 1)).flatten(1, 2)
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Return a tensor whose elements are in order, copied at the rate of memory if they are not."""
+    return x if x.is_contiguous() else in_wide_words(x).contiguous().view(x.dtype)
+
+
+def in_wide_words(x: Tensor) -> Tensor:
+    """Return a view of words of 16 bytes, which copy faster than numbers of 2 where others are left out between them.
+
+    It is the tensor itself if words would not be whole.
+    """
+    numbers = WORD.itemsize // x.element_size()
+    strides = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
+    return x.view(WORD) if x.stride(-1) == 1 and not any(number % numbers for number in strides) else x

@@ -18,7 +18,7 @@ from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.attention.choose import backend_named
 from trainer.ops.attention.seam import Mask, attention
-from trainer.parallel.context import ContextParallel, half_mask
+from trainer.parallel.context import WORD, ContextParallel, contiguous, half_mask, in_wide_words
 from trainer.parallel.places import share_of
 
 NUM_TOKENS, LENGTH, HEAD_SIZE = 24, 12, 4
@@ -156,3 +156,20 @@ def test_all_ranks_of_a_group_call_it_in_one_order(layout: str, schedule: Any, m
             require_equal([call[:2] for call in other] == [call[:2] for call in first], f"stage {pp}")
     kinds = {call.kind for call in made[0] if call.group == "cp"}
     assert kinds == ({"all_gather", "reduce_scatter"} if config.parallel.cp_method == "allgather" else {"all_to_all"})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("place", [0, 8])
+def test_copies_are_of_words_where_these_are_whole(dtype: torch.dtype, place: int) -> None:
+    whole_TNH = torch.arange(3 * 4 * 24).to(dtype).view(3, 4, 24)
+    for x_NTH, is_whole in (
+        (whole_TNH[:, :, place : place + 8].transpose(0, 1), True),
+        (whole_TNH[:, :, place + 1 : place + 9].transpose(0, 1), False),
+        (whole_TNH[:, :, place : place + 7].transpose(0, 1), False),
+        (whole_TNH.permute(1, 2, 0), False),
+    ):
+        assert (in_wide_words(x_NTH).dtype == WORD) is is_whole
+        copied_NTH = contiguous(x_NTH)
+        assert copied_NTH.is_contiguous()
+        assert copied_NTH.dtype == dtype
+        assert torch.equal(copied_NTH, x_NTH)
