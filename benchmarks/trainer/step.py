@@ -33,7 +33,7 @@ from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import mesh_of
 from trainer.model import router
 from trainer.model.microbatch import Batch
-from trainer.run.queues import ranks_of
+from trainer.run.environment import ranks_of
 
 HERE = Path(__file__).parent
 WARMUP_STEPS = 4

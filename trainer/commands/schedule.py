@@ -103,7 +103,7 @@ def measure(config: "Config | None") -> dict[tuple[str, int], float]:
     """Return the times of the run's passes on this machine, and print them."""
     if config is None:
         raise UserError("--measure times the stages of a run", hint="trainer schedule CONFIG.toml --measure")
-    from trainer.run.queues import ranks_of
+    from trainer.run.environment import ranks_of
     from trainer.run.stage_times import stage_times
 
     with ranks_of(config) as ranks:

@@ -12,7 +12,7 @@ from trainer.config.resolve import cuts_tokens, has_experts, layer_windows, layo
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
-from trainer.run.queues import queues_text
+from trainer.run.environment import queues_text
 
 
 def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:

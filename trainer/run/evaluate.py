@@ -13,8 +13,8 @@ from trainer.data import Int64s, harmless, open_valid_blend, spoilt, to_device, 
 from trainer.engine import Engine
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.microbatch import Batch
+from trainer.run.environment import ranks_of
 from trainer.run.inference import Checkpoint, TrainedModel
-from trainer.run.queues import ranks_of
 
 
 def evaluate_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import torch
 from ckptkit import HfFolder
 from datakit import Tokenizer, open_tokenizer, store_tokenizer
 from threefold.errors import UserError
+from trainer.run.environment import ranks_of
 from trainer.run.inference import Checkpoint, TrainedModel
-from trainer.run.queues import ranks_of
 
 
 def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, temperature: float) -> str:

@@ -31,13 +31,13 @@ from trainer.model.table import parameter_table
 from trainer.observe.metrics import Log, StepMetrics, throughput
 from trainer.observe.peaks import known_peak
 from trainer.run.banner import banner
+from trainer.run.environment import ranks_of
 from trainer.run.evaluate import Evaluation
 from trainer.run.expert_rows import limit_rows
 from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
 from trainer.run.memory_check import check_memory, device_memory
 from trainer.run.out_of_memory import MemoryWatch
-from trainer.run.queues import ranks_of
 from trainer.run.started import Intake, Started, peak_memory_gib
 from trainer.run.stop import StopRequest, cause_of, exit_code
 from trainer.verdict import Outcome, StepStats

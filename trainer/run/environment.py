@@ -1,7 +1,11 @@
-"""The queues between the host and a GPU that a run takes: CUDA reads their number when it starts, so it is set before.
+"""What a run on GPUs sets of the variables that CUDA and torch read when they start, unless the user did.
 
-With one queue a transfer starts before a product that is enqueued behind it. With several it may start behind all that
-is enqueued on other streams, but for what it waits for, and a product takes the whole GPU meanwhile.
+Queues between the host and a GPU: with one a transfer starts before a product that is enqueued behind it. With several
+it may start behind all that is enqueued on other streams, but for what it waits for, and a product takes the whole GPU
+meanwhile.
+
+torch's allocator takes memory in segments that grow. Of fixed size they have holes where tensors of other sizes come
+and go, as rows of documents do: up to 8% of what a run takes, which no plan can know.
 """
 
 import os
@@ -14,6 +18,7 @@ from trainer.job.ranks import Ranks
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 ONE, CUDAS_OWN = "1", "8"
+ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 
 
 def queues_of(config: Config) -> tuple[str, str]:
@@ -28,12 +33,14 @@ def queues_of(config: Config) -> tuple[str, str]:
 
 
 def ranks_of(config: Config) -> Ranks:
-    """Return this process among those of a run; its GPU gets the queues that the run takes, unless the user set them.
+    """Return this process among those of a run, whose variables are set.
 
-    A process that uses its GPU already keeps those that it has.
+    A process that uses its GPU already keeps what CUDA and torch have read.
     """
     if config.train.device != "cpu":
         os.environ.setdefault(VARIABLE, queues_of(config)[0])
+        if "PYTORCH_ALLOC_CONF" not in os.environ:  # its other name
+            os.environ.setdefault(ALLOCATOR, GROWING)
     return Ranks(config.train.device, timeout_s=config.parallel.timeout_s)
 
 
