@@ -19,7 +19,7 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import at_once, read_root, root_info
 from ckptkit.plan.cover import Cover
 from ckptkit.runs.catalogue import ListedStep, pin_note
-from threefold.errors import StorageError, UserError
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 
 
@@ -136,24 +136,28 @@ class Records:
 
 
 def what_is_wrong(storage: Storage, step: int, info: ObjectInfo | None, *, aside: bytes = b"") -> str:
-    """Return what is wrong with a step whose root was found, empty where nothing is; StorageError if reading failed.
-
-    `aside` is the root of a step that is set aside, as it is stored.
-
-    That is as far as it shows without reading data: each file that the root names is there with its size, in one
-    listing; each part index has the digest that the root records; their chunks cover each tensor exactly once.
-    """
+    """Return what is wrong with a step, as `check_step` finds it, empty where nothing is; StorageError stays one."""
     try:
-        root = Root.from_bytes(aside, f"step {step}") if aside else read_root(storage, step, info=info)
-        with CheckpointReader(storage, step, root=root) as reader:
-            if faults := [f"{key} {fault}" for key, fault in reader.files.size_faults().items()]:
-                return faults[0] + (f", and {len(faults) - 1} more files" if faults[1:] else "")
-            _check_cover(reader)
+        check_step(storage, step, info, aside=aside)
     except StorageError:
         raise
-    except UserError as error:  # damaged, or gone by now
+    except UserError as error:  # damaged, of a newer format, or gone by now
         return " ".join(error.message.split())
     return ""
+
+
+def check_step(storage: Storage, step: int, info: ObjectInfo | None, *, aside: bytes = b"") -> None:
+    """Raise CheckFailed if a step whose root was found is damaged, UserError if it is of a newer format or gone by now.
+
+    `aside` is the root of a step that is set aside, as it is stored. That is as far as it shows without reading data:
+    each file that the root names is there with its size, in one listing; each part index has the digest that the root
+    records; their chunks cover each tensor exactly once.
+    """
+    root = Root.from_bytes(aside, f"step {step}") if aside else read_root(storage, step, info=info)
+    with CheckpointReader(storage, step, root=root) as reader:
+        if faults := [f"{key} {fault}" for key, fault in reader.files.size_faults().items()]:
+            raise CheckFailed(faults[0] + (f", and {len(faults) - 1} more files" if faults[1:] else ""))
+        _check_cover(reader)
 
 
 def _check_cover(reader: CheckpointReader) -> None:

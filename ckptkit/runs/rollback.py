@@ -14,7 +14,7 @@ from shlex import quote
 from ckptkit.format.keys import DAMAGED_ROOT_KEY, aside_key, step_folder
 from ckptkit.loading.roots import at_once, attempt_seen, committed_attempt, is_medium_error, root_info, root_key
 from ckptkit.runs.catalogue import ListedStep, listed_steps, no_step, pin_key, refuse_pinned
-from ckptkit.runs.record import what_is_wrong
+from ckptkit.runs.record import check_step, what_is_wrong
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
 from threefold.storage.folders import linked_folder
@@ -39,17 +39,18 @@ class RollbackReport:
 def rollback(storage: Storage, step: int, *, dry_run: bool = False) -> RollbackReport:
     """Make a committed step the newest: set all newer ones aside, once the step was seen to be whole.
 
-    UserError, before anything changes, if the step is not committed or a newer one is pinned; CheckFailed if the step
-    is damaged.
+    UserError, before anything changes, if the step is not committed, if this program cannot read its format, or if a
+    newer one is pinned; CheckFailed if the step is damaged.
     """
     info = root_info(storage, step)
     if info is None:
         raise no_step(storage, step)
     sync_name(storage, root_key(step))
-    if problem := what_is_wrong(storage, step, info):
-        raise CheckFailed(
-            f"step {step} of {storage.url} is damaged: {problem}", hint=f"ckptkit ls {quote(storage.url)}"
-        )
+    try:
+        check_step(storage, step, info)
+    except CheckFailed as damage:
+        text = f"step {step} of {storage.url} is damaged: {' '.join(damage.message.split())}"
+        raise CheckFailed(text, hint=f"ckptkit ls {quote(storage.url)}") from damage
     return set_aside_after(storage, step, dry_run=dry_run)
 
 
