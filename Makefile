@@ -17,7 +17,7 @@ SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)" --cuda $(CUDA)
 # A file's tests stay in one worker. A worker that crashes ends the run: pytest-xdist would wait for its files without end.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help demo check test test-all test-aarch64 test-torch test-dockerfile lint docs setup native wheel release clean
+.PHONY: help demo check test test-all test-aarch64 test-sanitized test-torch test-dockerfile lint docs setup native wheel release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ test-aarch64: $(READY)  ## a wheel for aarch64, and its libraries emulated: need
 	$(MAKE) wheel ARCH=aarch64
 	$(BIN)/python -m pip install --quiet ziglang
 	WHEEL_AARCH64="$$(ls dist/threefold-*aarch64.whl)" $(BIN)/python -m pytest -m "" tests/native -v
+
+test-sanitized: $(READY)  ## the tests that call csrc most, with its libraries under ASan and UBSan: needs g++
+	$(BIN)/python -m tools.sanitize
 
 test-dockerfile:  ## the Dockerfile's lines in a fresh Debian: needs root and debootstrap, no engine for containers
 	$(PYTHON) -m tools.try_dockerfile --set "TORCH=$(TORCH)"
