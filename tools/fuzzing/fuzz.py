@@ -11,11 +11,14 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
@@ -32,7 +35,8 @@ HEAD_BYTES = 8
 class Parser:
     """What reads untrusted bytes: sound inputs, how they are read and changed, and how their checksum is made right.
 
-    `reseal` is applied to half of the inputs, so that what follows the checksum is reached.
+    `reseal` is applied to half of the inputs, so that what follows the checksum is reached. `fresh` names the module
+    whose PARSERS has it by its name, if what it calls does not survive a fork: a new Python imports it there.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Parser:
     parse: Callable[[bytes], object]
     reseal: Callable[[bytes], bytes] | None = None
     mutate: Mutation = mutated
+    fresh: str = ""
 
 
 @dataclass
@@ -65,6 +70,10 @@ def fuzz(
 
     What is kept of the inputs is read from the folder `corpus`, and written there.
     """
+    if parser.fresh and __name__ != "__main__":
+        limits = {"executions": executions, "seconds": seconds, "seed": seed, "corpus": corpus and str(corpus)}
+        command = [sys.executable, "-m", "tools.fuzzing.fuzz", parser.fresh, parser.name, json.dumps(limits)]
+        return Tally(**json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
     with tempfile.TemporaryDirectory() as scratch:
         last, report = Path(scratch, "last"), Path(scratch, "report")
         child = os.fork()
@@ -208,3 +217,15 @@ def _keep(corpus: Path | None, data: bytes) -> None:
     if corpus is not None:
         corpus.mkdir(parents=True, exist_ok=True)
         (corpus / f"{len(list(corpus.iterdir())):04}").write_bytes(data)
+
+
+def _main(module: str, name: str, limits: str) -> None:
+    """Try a parser in this process, which imported nothing else, and print what came of it."""
+    parser = import_module(module).PARSERS[name]
+    settings = json.loads(limits)
+    corpus = Path(settings.pop("corpus")) if settings["corpus"] else settings.pop("corpus")
+    print(json.dumps(vars(fuzz(parser, corpus=corpus, **settings))))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

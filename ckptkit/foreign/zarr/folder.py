@@ -35,6 +35,7 @@ from threefold.packages import needed_for
 from threefold.storage.folders import local_root
 
 NUM_THREADS, ROWS_BYTES = 8, 64 << 20
+SAFE_CHUNK_BYTES, MAX_RATIO = 256 << 20, 1024  # of what is unpacked to all bytes of a folder
 VERSION = 2  # of what our exports say; 1 had no certificate, and arrays did not say whose they are
 CONSOLIDATED = ".zmetadata"
 CHUNK = re.compile(r"c|[0-9]+(?:\.[0-9]+)*")  # the last words of a chunk's key
@@ -114,10 +115,15 @@ class TensorstoreFolder(ForeignFolder):
     def chunks(self) -> None:
         """Look once whether all chunks are there; refuse missing ones, or say that they are read as fill values."""
         arrays, is_own = self.contents.arrays, bool(self.contents.known)
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            counted = pool.map(lambda name: missing_chunks(arrays[name], self.contents.stored[name]), arrays)
-            numbers = zip(arrays, counted, strict=True)
-            missing = {name: number for name, number in numbers if number[0]}
+        self._check_chunk_sizes()
+        try:
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                counted = pool.map(lambda name: missing_chunks(arrays[name], self.contents.stored[name]), arrays)
+                numbers = zip(arrays, counted, strict=True)
+                missing = {name: number for name, number in numbers if number[0]}
+        except (OSError, ValueError) as error:  # of the index of a shard
+            text = f"{self.storage.url} has an array whose chunks cannot be counted: {words_of(error)}"
+            raise CheckFailed(text, hint=FETCH) from None
         if not missing:
             return
         num_chunks = sum(number for number, _ in missing.values())
@@ -131,6 +137,17 @@ class TensorstoreFolder(ForeignFolder):
             command = f"ckptkit import {quoted(self.storage.url)} RUN --from tensorstore --allow-missing-chunks"
             raise UserError(text, hint=f"if the program that wrote it leaves those out: {command}")
         log(f"warning: {self.url}: {what} that {'are' if num_chunks > 1 else 'is'} not there read as fill values")
+
+    def _check_chunk_sizes(self) -> None:
+        """Raise CheckFailed if a chunk, which is unpacked whole, is large beside all that the folder has."""
+        limit = max(SAFE_CHUNK_BYTES, MAX_RATIO * sum(info.size_bytes for info in self.storage.list()))
+        for name, array in self.contents.arrays.items():
+            shape = array.chunk_layout.read_chunk.shape or array.shape
+            size_bytes = math.prod(step or size for step, size in zip(shape, array.shape, strict=True))
+            size_bytes *= array.dtype.numpy_dtype.itemsize
+            if size_bytes > limit:
+                text = f"{self.storage.url}: {name} has chunks of {size_bytes:,} bytes, more than {limit:,}"
+                raise CheckFailed(text, hint=FETCH)
 
     @property
     def files(self) -> Collection[str]:
