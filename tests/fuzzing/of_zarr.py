@@ -73,7 +73,7 @@ def folder(kind: str) -> TemporaryDirectory[str]:
     """Return a folder with an array `w`, whose chunks tensorstore wrote."""
     import tensorstore
 
-    made = TemporaryDirectory()
+    place = TemporaryDirectory()
     described = {
         "zarr2": ARRAY_2,
         "gzip": array_3(GZIP),
@@ -82,12 +82,12 @@ def folder(kind: str) -> TemporaryDirectory[str]:
     }
     metadata = described.get(kind, array_3())
     driver = "zarr" if kind == "zarr2" else "zarr3"
-    spec = {"driver": driver, "kvstore": Path(made.name, "w").as_uri() + "/", "metadata": metadata, "create": True}
+    spec = {"driver": driver, "kvstore": Path(place.name, "w").as_uri() + "/", "metadata": metadata, "create": True}
     array = tensorstore.open(spec).result()
     array.write(np.arange(1, 25, dtype=np.float32).reshape(4, 6)).result()
     if kind != "zarr2":
-        Path(made.name, "zarr.json").write_text(json.dumps(GROUP))
-    return made
+        Path(place.name, "zarr.json").write_text(json.dumps(GROUP))
+    return place
 
 
 def seed(kind: str, key: str) -> bytes:
