@@ -22,6 +22,7 @@ from trainer.model.op_choices import choose_attention, first_choices
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.parallel.context import ContextParallel
+from trainer.parallel.expert_parts import choose_expert_parts
 from trainer.pipeline.actions import Action, most_sends
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
@@ -71,7 +72,9 @@ class Engine:
 
     def choose_ops(self, recorded: Mapping[str, str], *, by_timing: bool) -> None:
         """Take the forms of ops that a run recorded, or choose them: on GPUs by timing, if asked to."""
-        self.choices.attention = choose_attention(self.config, self.mesh, self.dtype, recorded, by_timing=by_timing)
+        choices, ours = self.choices, (self.config, self.mesh, self.dtype, recorded)
+        choices.attention = choose_attention(*ours, by_timing=by_timing)
+        choices.expert_parts = choose_expert_parts(*ours, choices.forms.experts, by_timing=by_timing)
 
     def train_step(self, step: int, batch: Batch) -> StepStats:
         """Take the step that follows `step` steps; UserError if the loss or the gradient norm is not finite."""

@@ -24,7 +24,7 @@ LAYOUTS = [
     ("shared", "tp1", {}),
     ("plain", "tp2", {}),
     ("shared", "ep2-dp2", {"moe_rows": 1.0}),
-    ("shared", "tp2-ep2-dp2", {}),
+    ("shared", "tp2-ep2-dp2", {"moe_overlap_parts": 2}),
     ("shared", "tp2-ep2-dp2", {"moe_dispatch": "alltoall"}),
     ("every second", "tp2-ep4-dp2-etp1", {}),
     ("every second", "pp2", {"schedule": "zb-h1"}),

@@ -65,7 +65,7 @@ def config_of(fault: Fault) -> Config:
         parallel=ParallelConfig(
             tp=layout.tp, cp=layout.cp, cp_method=fault.cp_method, pp=layout.pp, dp=layout.dp,  # type: ignore[arg-type]
             ep=layout.ep, etp="1" if layout.etp else "tp", moe_rows=2.0,
-            moe_dispatch=fault.moe_dispatch,  # type: ignore[arg-type]
+            moe_dispatch=fault.moe_dispatch, moe_overlap_parts=fault.moe_overlap_parts,  # type: ignore[arg-type]
             virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
             schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
             zero_whole_kib=0, dp_shard=fault.dp_shard, sequence_parallel="on" if fault.cuts_tokens else "off",

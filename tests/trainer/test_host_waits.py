@@ -149,13 +149,15 @@ def test_a_step_of_what_is_cut_reads_nothing_back(zero_stage: Any, device: str) 
     ("name", "layout", "schedule"),
     [
         ("shared", "tp2", "1f1b"),
+        pytest.param("shared", "ep2-dp2", "1f1b", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("plain", "dp2-pp2", "zb-h1", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("every second", "cp2", "1f1b", marks=[pytest.mark.slow, pytest.mark.ci]),
     ],
 )
 def test_a_step_of_experts_reads_nothing_back(name: str, layout: str, schedule: str) -> None:
     """On a CPU, but for the ends of rows: there the products of experts are a loop."""
-    config = mixture(name, layout, schedule=schedule, train={"recompute": "full"})
+    parts = {"moe_overlap_parts": 2} if "ep" in layout else {}
+    config = mixture(name, layout, schedule=schedule, train={"recompute": "full"}, **parts)
     run_threads(layout_of(config).world_size, two_steps, config)
 
 

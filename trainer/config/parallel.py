@@ -60,6 +60,15 @@ class ParallelConfig:
         keeps_bits=True,
         needs={"ep": GIVEN},
     )
+    moe_overlap_parts: int = option(
+        0,
+        "parts of tokens that travel to experts each beside the products of the one before; 0 or auto takes what a "
+        "resumed run recorded, else on GPUs the fastest of 1, 2 and 4",
+        minimum=0,
+        parse=number_or_auto,
+        flags=["--moe-overlap-parts"],
+        needs={"ep": GIVEN},
+    )
     dp: int = option(0, "data-parallel size; 0 means all ranks that the others leave over", minimum=0, flags=["--dp"])
     sequence_parallel: Literal["auto", "on", "off"] = option(
         "auto", "cut tokens over tp between the cut linears; auto does if they divide", flags=["--sequence-parallel"],

@@ -3,6 +3,8 @@
 Source: Shazeer and others 2017; that no token is dropped: MegaBlocks (Gale and others, 2022, arXiv 2211.15841).
 """
 
+from itertools import chain
+
 from torch import Tensor
 
 from trainer.config import ModelConfig
@@ -50,21 +52,28 @@ class MoE:
         """Return whether what is kept for the backward would not fit."""
         return self.balance.limit.is_crowded
 
+    def num_parts(self, num_tokens: int) -> int:
+        """Return in how many parts so many tokens travel to their experts."""
+        return min(self.choices.expert_parts or 1, num_tokens)
+
     def widen(self, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the packed gate|up of all rows, the weights of a token's experts, these, and the way of rows.
+        """Return the weights of a token's experts, these, and of each part of tokens the packed gate|up of its rows.
 
-        Behind them is the packed gate|up of shared experts.
+        Behind them are the ways of rows, and the packed gate|up of shared experts, which are beside the tokens' travel.
         """
+        experts, num_parts = self.experts, self.num_parts(len(x_TD))
+        coming = [experts.dispatch.begin(part_TD) for part_TD in x_TD.detach().tensor_split(num_parts)]
         weights_TK, experts_TK = self.router(x_TD, batch)
-        routes = self.experts.routes(experts_TK, self.num_experts)
+        routes = [experts.routes(part_TK, self.num_experts) for part_TK in experts_TK.tensor_split(num_parts)]
         shared = () if self.shared is None else self.shared.widen(x_TD, batch)
-        packed_R2F = self.experts.widen(x_TD, self.up, routes, self.k)
-        return packed_R2F, weights_TK, experts_TK, *routes, *shared
+        packed = experts.widen(x_TD, coming, self.up, routes, self.k)
+        return weights_TK, experts_TK, *packed, *chain(*routes), *shared
 
-    def narrow(self, packed_R2F: Tensor, weights_TK: Tensor, experts_TK: Tensor, *others: Tensor) -> Tensor:
+    def narrow(self, weights_TK: Tensor, experts_TK: Tensor, *others: Tensor) -> Tensor:
         """Return the output for them, and count the tokens of experts."""
         self.balance.count(self.layer, experts_TK)
-        count = self.experts.dispatch.num_routes
-        routes, shared = others[:count], others[count:]
-        y_TD = self.experts.narrow(packed_R2F, weights_TK, self.down, routes)
+        num_parts = self.num_parts(len(weights_TK))
+        end = num_parts * (1 + self.experts.dispatch.num_routes)
+        packed, routes, shared = others[:num_parts], others[num_parts:end], others[end:]
+        y_TD = self.experts.narrow(packed, weights_TK, self.down, routes)
         return y_TD if self.shared is None else y_TD + self.shared.narrow(*shared)

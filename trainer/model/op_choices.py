@@ -16,6 +16,7 @@ from trainer.ops.attention.choose import BACKENDS, backend_named, choose
 from trainer.ops.attention.seam import Backend, Mask
 from trainer.ops.forms import package
 from trainer.parallel.context import ContextParallel
+from trainer.parallel.expert_parts import NAME, choose_expert_parts
 
 ALIGNED = 8  # elements of bf16 that rows of a grouped product begin at a multiple of: 16 bytes
 
@@ -24,18 +25,21 @@ ALIGNED = 8  # elements of bf16 that rows of a grouped product begin at a multip
 class OpChoices:
     """The forms in use, shared by a rank's layers; owned by the training thread.
 
-    `windows` are those of all layers of the model. `attention` has a backend for each `Mask.kind` of theirs.
+    `windows` are those of all layers of the model. `attention` has a backend for each `Mask.kind` of theirs. Tokens
+    travel to experts of other ranks in `expert_parts`, if any do.
     """
 
     attention: dict[str, Backend]
     forms: OpsConfig
     windows: tuple[int | None, ...]
+    expert_parts: int | None
 
     @property
     def names(self) -> dict[str, str]:
         """Return the name of each op's form, without those that are csrc; attention is an op a kind of mask."""
         forms = {op: name for op, name in asdict(self.forms).items() if op != "attention" and name != "csrc"}
-        return forms | {_op(kind): backend.name for kind, backend in self.attention.items()}
+        parts = {NAME: str(self.expert_parts)} if self.expert_parts else {}
+        return forms | parts | {_op(kind): backend.name for kind, backend in self.attention.items()}
 
 
 def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpChoices:
@@ -58,7 +62,8 @@ def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpCh
     if config.model.num_experts and mesh.device.type == "cuda":
         check_experts(config, mesh, dtype)
     attention = choose_attention(config, mesh, dtype, {}, by_timing=False)
-    return OpChoices(attention, forms, layer_windows(config))
+    parts = choose_expert_parts(config, mesh, dtype, {}, forms.experts, by_timing=False)
+    return OpChoices(attention, forms, layer_windows(config), parts)
 
 
 def check_experts(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> None:

@@ -4,27 +4,30 @@ Gathered, each rank has the tokens of all, and takes the rows of its own experts
 host waits. Exchanged, a rank sends each row to the rank of its expert alone: fewer bytes travel, but how many rows come
 is known from counts that the host reads. Either way rows come in the order of this rank's experts, those of one expert
 in the order of source ranks and of their tokens. The way back is the adjoint of the way there: gradients of what came
-are added up for each token, and those of what returned are sent again.
+are added up for each token, and those of what returned are sent again. Both ways are begun, and waited for by who reads
+what comes: meanwhile the GPU computes.
 
 For example 2 ranks of ep have experts 0-1 and 2-3, and a token each, whose rows are of experts 1 and 2: rank 0 keeps
 its first row, sends the other, and gets the first of rank 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.mesh.group import Group
+from trainer.mesh.group import Group, Work
 from trainer.ops.experts import ExpertRows
 from trainer.parallel.rows import RowLimit
 from trainer.parallel.tensor import TensorParallel
 
 # numbers of rows in the order of experts, the ends of those of each of this rank's, and what a dispatch needs besides
 Routes = tuple[Tensor, ...]
+Coming = Callable[[], Tensor]  # returns a tensor that is on its way, as often as it is called; the first time it waits
 
 
 class Dispatch(Protocol):
@@ -39,12 +42,16 @@ class Dispatch(Protocol):
         """Return the way of this rank's rows, and of those that come to it."""
         ...
 
-    def bring(self, x_TD: Tensor, routes: Routes, k: int, ops: ExpertRows) -> Callable[[], Tensor]:
-        """Send tokens; return what makes of those that came their rows, [R, D]."""
+    def begin(self, x_TD: Tensor) -> Coming:
+        """Begin to send tokens, as far as that needs no routes."""
         ...
 
-    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Tensor:
-        """Return the sums over experts of each of so many tokens, [T, D]; the argument may be overwritten."""
+    def bring(self, tokens: Coming, routes: Routes, k: int, ops: ExpertRows) -> Coming:
+        """Go on sending them; what is coming are their rows, [R, D], which it makes at each call."""
+        ...
+
+    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Coming:
+        """Begin to bring the sums over experts of each of so many tokens, [T, D]; the argument may be overwritten."""
         ...
 
     def bring_weights(self, weights_TK: Tensor, routes: Routes) -> Tensor:
@@ -72,17 +79,25 @@ class TokenGroups:
         """Return of how many ranks a rank has the tokens then."""
         return torch.Size(group.size for group in self.groups).numel()
 
-    def gather(self, x_TC: Tensor) -> Tensor:
-        """Return something of the tokens of all ranks, [S, C]; nothing travels if each rank has all tokens."""
-        for group in self.groups:
-            x_TC = group.start_gather(x_TC).wait()
-        return x_TC
+    def gather(self, x_TC: Tensor) -> Coming:
+        """Begin to gather something of the tokens of all ranks, [S, C]; nothing travels if each rank has all tokens."""
+        return in_turn(x_TC, [group.start_gather for group in self.groups])
 
-    def sum(self, x_SC: Tensor) -> Tensor:
-        """Return the sum over ranks for this rank's tokens, [T, C]; the argument is overwritten."""
-        for group in reversed(self.groups):
-            x_SC = group.start_scatter(x_SC).wait()
-        return x_SC if self.tensor.cuts_tokens else self.tensor.group.all_reduce(x_SC)
+    def sum(self, x_SC: Tensor) -> Coming:
+        """Begin to sum it over ranks for this rank's tokens, [T, C]; the argument is overwritten."""
+        calls: list[Callable[[Tensor], Work]] = [group.start_scatter for group in reversed(self.groups)]
+        if not self.tensor.cuts_tokens:
+            calls.append(lambda x: self.tensor.group.start("all_reduce", x, "sum"))
+        return in_turn(x_SC, calls)
+
+
+def in_turn(x: Tensor, calls: Sequence[Callable[[Tensor], Work]]) -> Coming:
+    """Begin calls of groups, each with what came of the one before: all but the last are waited for."""
+    if not calls:
+        return lambda: x
+    for call in calls[:-1]:
+        x = call(x).wait()
+    return cache(calls[-1](x).wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +113,7 @@ class Gathered:
         return 2
 
     def routes(self, experts_TK: Tensor, num_experts: int, ops: ExpertRows) -> Routes:
-        experts_SK = self.tokens.gather(experts_TK)
+        experts_SK = self.tokens.gather(experts_TK)()
         if self.ep.size == 1:
             rows_R, counts_E = ops.sort(experts_SK, num_experts)
             return rows_R, counts_E.cumsum(0).int()
@@ -112,22 +127,24 @@ class Gathered:
         is_padding_R = torch.arange(size, device=rows_R.device) >= ends_E[-1]
         return rows_R[:size].masked_fill(is_padding_R, num_rows), ends_E.int()
 
-    def bring(self, x_TD: Tensor, routes: Routes, k: int, ops: ExpertRows) -> Callable[[], Tensor]:
-        x_SD, rows_R = self.tokens.gather(x_TD), routes[0]
-        return lambda: ops.gather(x_SD, rows_R, k, self.used(routes))
+    def begin(self, x_TD: Tensor) -> Coming:
+        return self.tokens.gather(x_TD)
 
-    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Tensor:
+    def bring(self, tokens: Coming, routes: Routes, k: int, ops: ExpertRows) -> Coming:
+        return lambda: ops.gather(tokens(), routes[0], k, self.used(routes))
+
+    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Coming:
         num_gathered = num_tokens * self.tokens.num_ranks
         return self.tokens.sum(ops.combine(y_RD, routes[0], num_gathered, k, self.used(routes)))
 
     def bring_weights(self, weights_TK: Tensor, routes: Routes) -> Tensor:
-        weights_SK = self.tokens.gather(weights_TK)
+        weights_SK = self.tokens.gather(weights_TK)()
         return F.pad(weights_SK.flatten(), (0, 1)).index_select(0, routes[0])  # padding has none
 
     def send_weights_back(self, weights_R: Tensor, routes: Routes, shape: torch.Size) -> Tensor:
         num_rows = shape.numel() * self.tokens.num_ranks
         weights = weights_R.new_zeros(num_rows + 1).scatter_(0, routes[0], weights_R)
-        return self.tokens.sum(weights[:-1].view(-1, shape[1]))
+        return self.tokens.sum(weights[:-1].view(-1, shape[1]))()
 
     def used(self, routes: Routes) -> Tensor | None:
         return routes[1][-1] if self.ep.size > 1 else None
@@ -150,7 +167,7 @@ class Exchanged:
         return 4
 
     def routes(self, experts_TK: Tensor, num_experts: int, ops: ExpertRows) -> Routes:
-        experts_SK = self.tokens.gather(experts_TK)
+        experts_SK = self.tokens.gather(experts_TK)()
         sent_R, counts = ops.sort(experts_SK, num_experts)
         counts_GE = self.ep.start_exchange(counts.view(self.ep.size, -1)).wait()  # of ranks, of this one's experts
         sizes = torch.stack([counts.view(self.ep.size, -1).sum(1), counts_GE.sum(1)]).cpu()  # the host waits
@@ -162,31 +179,34 @@ class Exchanged:
         self.limit.note(ends_E[-1], experts_SK.numel())
         return sent_R, ends_E.int(), places_R, sizes
 
-    def bring(self, x_TD: Tensor, routes: Routes, k: int, ops: ExpertRows) -> Callable[[], Tensor]:
-        sent_R, _, places_R, _ = routes
-        arrived_RD = self._exchange(ops.gather(self.tokens.gather(x_TD), sent_R, k), routes)
-        return lambda: arrived_RD.index_select(0, places_R)
+    def begin(self, x_TD: Tensor) -> Coming:
+        return self.tokens.gather(x_TD)
 
-    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Tensor:
+    def bring(self, tokens: Coming, routes: Routes, k: int, ops: ExpertRows) -> Coming:
+        sent_R, _, places_R, _ = routes
+        arrived = self._exchange(ops.gather(tokens(), sent_R, k), routes)
+        return lambda: arrived().index_select(0, places_R)
+
+    def send_back(self, y_RD: Tensor, routes: Routes, num_tokens: int, k: int, ops: ExpertRows) -> Coming:
         returned_RD = self._exchange_back(y_RD, routes)
         return self.tokens.sum(ops.combine(returned_RD, routes[0], num_tokens * self.tokens.num_ranks, k))
 
     def bring_weights(self, weights_TK: Tensor, routes: Routes) -> Tensor:
-        weights_R = self.tokens.gather(weights_TK).flatten().index_select(0, routes[0])
-        return self._exchange(weights_R, routes).index_select(0, routes[2])
+        weights_R = self.tokens.gather(weights_TK)().flatten().index_select(0, routes[0])
+        return self._exchange(weights_R, routes)().index_select(0, routes[2])
 
     def send_weights_back(self, weights_R: Tensor, routes: Routes, shape: torch.Size) -> Tensor:
         returned_R = self._exchange_back(weights_R, routes)
         weights_SK = returned_R.new_empty(len(returned_R)).scatter_(0, routes[0], returned_R).view(-1, shape[1])
-        return self.tokens.sum(weights_SK)
+        return self.tokens.sum(weights_SK)()
 
     def used(self, routes: Routes) -> Tensor | None:
         return None
 
-    def _exchange(self, sent: Tensor, routes: Routes) -> Tensor:
-        """Return what came of what each rank sends, in the order of ranks."""
+    def _exchange(self, sent: Tensor, routes: Routes) -> Coming:
+        """Begin to bring what each rank sends, in the order of ranks."""
         to_each, from_each = routes[3].tolist()
-        return self.ep.start_exchange(sent, to_each, from_each).wait()
+        return cache(self.ep.start_exchange(sent, to_each, from_each).wait)
 
     def _exchange_back(self, rows: Tensor, routes: Routes) -> Tensor:
         """Return what comes back, in the order in which rows were sent."""

@@ -2,9 +2,14 @@
 
 The ranks of ep have some of the experts each, E of them. tp cuts each expert by its width, and gathers tokens if they
 are cut; or with etp 1 its ranks are ranks of ep. What a rank of tp returns are partial sums.
+
+Tokens may come in parts, and those of one travel beside the products of the part before. In the backward gradients of
+weights are made beside sums that travel, and tokens gathered again beside the product that does not read them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -13,7 +18,7 @@ from torch import Tensor
 from trainer.linear.grouped import GroupedGemm
 from trainer.mesh.group import Group
 from trainer.ops.experts import NATIVE, ExpertRows
-from trainer.parallel.dispatch import Dispatch, Exchanged, Gathered, Routes, TokenGroups
+from trainer.parallel.dispatch import Coming, Dispatch, Exchanged, Gathered, Routes, TokenGroups
 from trainer.parallel.rows import RowLimit
 from trainer.parallel.tensor import TensorParallel
 
@@ -49,61 +54,110 @@ class ExpertParallel:
         """Return the way of rows; behind numbers of rows are the ends of those of each of this rank's experts."""
         return self.dispatch.routes(experts_TK, num_experts, self.ops)
 
-    def widen(self, x_TD: Tensor, up: GroupedGemm, routes: Routes, k: int) -> Tensor:
-        """Return the packed gate|up of rows, [R, 2 F]; kept for the backward are x and routes."""
-        assert x_TD.requires_grad or not torch.is_grad_enabled(), f"the input of {up.weight.name} requires no gradient"
-        return _Widen.apply(x_TD, self, up, k, *routes)
+    def widen(
+        self, x_TD: Tensor, coming: Sequence[Coming], up: GroupedGemm, routes: Sequence[Routes], k: int
+    ) -> tuple[Tensor, ...]:
+        """Return the packed gate|up of the rows of each part of tokens, [R, 2 F], which `coming` brings.
 
-    def narrow(self, packed_R2F: Tensor, weights_TK: Tensor, down: GroupedGemm, routes: Routes) -> Tensor:
-        """Return what a token's experts return, [T, D], added up by weights; kept for the backward are the inputs."""
-        return _Narrow.apply(packed_R2F, weights_TK, self, down, *routes)
+        Kept for the backward are x and routes.
+        """
+        assert x_TD.requires_grad or not torch.is_grad_enabled(), f"the input of {up.weight.name} requires no gradient"
+        packed: tuple[Tensor, ...] = _Widen.apply(x_TD, self, up, k, coming, *chain(*routes))
+        return packed
+
+    def narrow(
+        self, packed: Sequence[Tensor], weights_TK: Tensor, down: GroupedGemm, routes: Sequence[Tensor]
+    ) -> Tensor:
+        """Return what a token's experts return, [T, D], added up by weights; `routes` are those of all parts of tokens.
+
+        Kept for the backward are the inputs.
+        """
+        return _Narrow.apply(weights_TK, self, down, len(packed), *packed, *routes)
+
+    def by_part(self, routes: Sequence[Tensor]) -> list[Routes]:
+        """Return the routes of each part of tokens."""
+        size = self.dispatch.num_routes
+        return [tuple(routes[start : start + size]) for start in range(0, len(routes), size)]
+
+    def bring(self, x_TD: Tensor, routes: Sequence[Routes], k: int) -> list[Coming]:
+        """Begin to bring the rows of each part of tokens."""
+        parts = x_TD.tensor_split(len(routes))
+        return [
+            self.dispatch.bring(self.dispatch.begin(part), way, k, self.ops)
+            for part, way in zip(parts, routes, strict=True)
+        ]
 
 
 class _Widen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, experts: ExpertParallel, up: GroupedGemm, k: int, *routes: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        experts: ExpertParallel,
+        up: GroupedGemm,
+        k: int,
+        coming: Sequence[Coming],
+        *routes: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_TD, *routes)
         ctx.experts, ctx.up, ctx.k, ctx.epoch = experts, up, k, up.weight.epoch
-        return up.forward(experts.dispatch.bring(x_TD, routes, k, experts.ops)(), routes[1])
+        ways = experts.by_part(routes)
+        rows = [experts.dispatch.bring(tokens, way, k, experts.ops) for tokens, way in zip(coming, ways, strict=True)]
+        return tuple(up.forward(x_rows(), way[1]) for x_rows, way in zip(rows, ways, strict=True))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dpacked_R2F: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, *saved = ctx.saved_tensors
-        routes = tuple(saved)
+    def backward(ctx: Any, *dpacked: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, *routes = ctx.saved_tensors
         experts, up, k = ctx.experts, ctx.up, ctx.k
-        dispatch, ops, ends_E = experts.dispatch, experts.ops, routes[1]
         up.weight.check(ctx.epoch)
-        x_rows = dispatch.bring(x_TD, routes, k, ops)
-        dx_TD = dispatch.send_back(up.dgrad(dpacked_R2F, ends_E), routes, len(x_TD), k, ops)
-        up.wgrad(lambda: (dpacked_R2F, x_rows()), ends_E)
-        return dx_TD, None, None, None, *(None for _ in routes)
+        ways, num_tokens = experts.by_part(routes), [len(part_TD) for part_TD in x_TD.tensor_split(len(dpacked))]
+        sums = []
+        for x_rows, way, count, dpacked_R2F in zip(
+            experts.bring(x_TD, ways, k), ways, num_tokens, dpacked, strict=True
+        ):
+            sums.append(experts.dispatch.send_back(up.dgrad(dpacked_R2F, way[1]), way, count, k, experts.ops))
+            up.wgrad(lambda dy=dpacked_R2F, x=x_rows: (dy, x()), way[1], ends=way is ways[-1])  # beside the sums
+        return joined(sums), None, None, None, None, *(None for _ in routes)
 
 
 class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, packed_R2F: Tensor, weights_TK: Tensor, experts: ExpertParallel, down: GroupedGemm, *routes: Tensor
+        ctx: Any, weights_TK: Tensor, experts: ExpertParallel, down: GroupedGemm, num_parts: int, *others: Tensor
     ) -> Tensor:
-        dispatch, ops = experts.dispatch, experts.ops
-        weights_R = dispatch.bring_weights(weights_TK, routes)
-        ctx.save_for_backward(packed_R2F, weights_R, *routes)
-        ctx.experts, ctx.down, ctx.shape, ctx.epoch = experts, down, weights_TK.shape, down.weight.epoch
-        y_RD = down.forward(ops.weighted_swiglu(packed_R2F, weights_R, dispatch.used(routes)), routes[1])
-        num_tokens, k = weights_TK.shape
-        return dispatch.send_back(y_RD, routes, num_tokens, k, ops)
+        dispatch, ops, k = experts.dispatch, experts.ops, weights_TK.shape[1]
+        packed, routes = others[:num_parts], others[num_parts:]
+        parts, ways = weights_TK.tensor_split(num_parts), experts.by_part(routes)
+        weights = [dispatch.bring_weights(part_TK, way) for part_TK, way in zip(parts, ways, strict=True)]
+        ctx.save_for_backward(*packed, *weights, *routes)
+        ctx.experts, ctx.down, ctx.shapes, ctx.epoch = experts, down, [part.shape for part in parts], down.weight.epoch
+        sums = []
+        for packed_R2F, weights_R, way, (num_tokens, _) in zip(packed, weights, ways, ctx.shapes, strict=True):
+            act_RF = ops.weighted_swiglu(packed_R2F, weights_R, dispatch.used(way))
+            sums.append(dispatch.send_back(down.forward(act_RF, way[1]), way, num_tokens, k, ops))
+        return joined(sums)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
-        packed_R2F, weights_R, *saved = ctx.saved_tensors
-        routes = tuple(saved)
-        experts, down = ctx.experts, ctx.down
-        dispatch, ops, ends_E = experts.dispatch, experts.ops, routes[1]
+        experts, down, count = ctx.experts, ctx.down, len(ctx.shapes)
+        saved = ctx.saved_tensors
+        packed, weights, routes = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        dispatch, ways = experts.dispatch, experts.by_part(routes)
         down.weight.check(ctx.epoch)
-        dout_rows = dispatch.bring(dout_TD.contiguous(), routes, ctx.shape[1], ops)
-        dact_RF, used = down.dgrad(dout_rows(), ends_E), dispatch.used(routes)
-        dpacked_R2F, dweights_R, act_RF = ops.weighted_swiglu_backward(dact_RF, packed_R2F, weights_R, used)
-        down.wgrad(lambda: (dout_rows(), act_RF), ends_E)
-        dweights_TK = dispatch.send_weights_back(dweights_R, routes, ctx.shape)
-        return dpacked_R2F, dweights_TK, None, None, *(None for _ in routes)
+        dpacked, dweights = [], []
+        rows = experts.bring(dout_TD.contiguous(), ways, ctx.shapes[0][1])
+        for dout_rows, packed_R2F, weights_R, way, shape in zip(rows, packed, weights, ways, ctx.shapes, strict=True):
+            dact_RF, used = down.dgrad(dout_rows(), way[1]), dispatch.used(way)
+            dpacked_R2F, dweights_R, act_RF = experts.ops.weighted_swiglu_backward(dact_RF, packed_R2F, weights_R, used)
+            down.wgrad(lambda dy=dout_rows, act=act_RF: (dy(), act), way[1], ends=way is ways[-1])
+            dweights.append(dispatch.send_weights_back(dweights_R, way, shape))
+            dpacked.append(dpacked_R2F)
+        return torch.cat(dweights), None, None, None, *dpacked, *(None for _ in routes)
+
+
+def joined(parts: Sequence[Coming]) -> Tensor:
+    """Return what comes of parts of tokens as that of all."""
+    first, *others = (part() for part in parts)
+    return torch.cat([first, *others]) if others else first

@@ -316,7 +316,7 @@ class Run:
             print_facts(list(names.items()))
         for op in {**recorded, **names} if recorded else ():
             # what brings another kind of mask is a setting, and is reported as one
-            form = None if op.startswith("attention") else "csrc"
+            form = None if op.startswith(("attention", "expert-parts")) else "csrc"
             before, after = (each.get(op, form) for each in (recorded, names))
             if before != after and before and after:
                 self.ranks.say(f"not bit for bit as it was: {op} {before} -> {after}")

@@ -76,6 +76,7 @@ BITS = [
     pytest.param("shared", "tp2", {"sequence_parallel": "off"}, ["full", "selective"], marks=SLOW),
     pytest.param("every second", "tp2-pp2", {"schedule": "zb-h1"}, ["full", "selective of mlp"], marks=SLOW),
     pytest.param("shared", "ep4-dp4", {"moe_dispatch": "alltoall"}, ["full", "selective of mlp"], marks=SLOW),
+    pytest.param("shared", "ep2-dp2", {"moe_overlap_parts": 3}, ["full", "selective of mlp"], marks=SLOW),
 ]
 
 
@@ -95,6 +96,7 @@ def test_what_is_made_again_has_the_bits_of_what_is_kept(
         pytest.param("plain", "tp2-pp2", {}, marks=SLOW),
         pytest.param("every second", "dp2-pp2", {}, marks=SLOW),
         pytest.param("shared", "ep2-dp2-pp2", {"moe_dispatch": "alltoall"}, marks=SLOW),
+        pytest.param("shared", "ep2-dp2-pp2", {"moe_overlap_parts": 2}, marks=SLOW),
     ],
 )
 def test_orders_of_passes_and_overlap_have_equal_bits(name: str, layout: str, parallel: dict[str, Any]) -> None:

@@ -34,17 +34,17 @@ from trainer.verdict import Outcome
 SLOW = [pytest.mark.slow, pytest.mark.ci]
 ROUTE = Router.__call__
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
-    ("shared", "ep2-dp2", {"moe_rows": 1.0}),
+    ("shared", "ep2-dp2", {"moe_rows": 1.0, "moe_overlap_parts": 2}),
     ("every second", "tp2-ep4-dp2-etp1", {}),
-    ("every second", "ep4-dp4", {"moe_dispatch": "alltoall"}),
+    ("every second", "ep4-dp4", {"moe_dispatch": "alltoall", "moe_overlap_parts": 3}),
     ("shared", "tp2-ep2-dp2", {}),
     ("shared", "tp2-ep2-dp2", {"sequence_parallel": "off"}),
     ("every second", "ep4-dp4", {"zero_stage": 3, "zero_whole_kib": 0}),
-    ("shared", "cp2-ep4-dp2", {"moe_rows": 1.1}),
+    ("shared", "cp2-ep4-dp2", {"moe_rows": 1.1, "moe_overlap_parts": 4}),
     ("every second", "cp2-ep2", {"zero_stage": 2, "zero_whole_kib": 0}),
-    ("shared", "ep2-dp2-pp2", {"schedule": "zb-h1", "moe_rows": 1.0}),
+    ("shared", "ep2-dp2-pp2", {"schedule": "zb-h1", "moe_rows": 1.0, "moe_overlap_parts": 2}),
     ("every second", "tp2-ep2-etp1", {}),
-    ("shared", "tp2-cp2-ep8-dp2-etp1", {"moe_rows": 1.0}),
+    ("shared", "tp2-cp2-ep8-dp2-etp1", {"moe_rows": 1.0, "moe_overlap_parts": 2}),
     ("every second", "ep2-dp4-pp2-virtual2", {"schedule": "zb-h1"}),
     ("shared", "ep2-dp4", {"zero_stage": 0}),
 ]

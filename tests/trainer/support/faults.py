@@ -67,6 +67,7 @@ class Fault:
     groups: tuple[GroupConfig, ...] = ()
     cp_method: str = "ulysses"
     moe_dispatch: str = "allgather"
+    moe_overlap_parts: int = 1
     shows: Callable[[], object] | None = None
 
 

@@ -74,7 +74,9 @@ def expert_layouts(draw: st.DrawFn, layout: ParallelLayout, num_experts: int, *,
     if not sizes or draw(st.sampled_from([False, False, True])):
         return {}
     moe_rows, moe_dispatch = draw(st.sampled_from([1.0, 1.5, 16.0])), draw(st.sampled_from(["allgather", "alltoall"]))
-    return {"ep": draw(st.sampled_from(sizes)), "etp": etp, "moe_rows": moe_rows, "moe_dispatch": moe_dispatch}
+    parts = draw(st.integers(1, 3))
+    ranks = {"ep": draw(st.sampled_from(sizes)), "etp": etp}
+    return ranks | {"moe_rows": moe_rows, "moe_dispatch": moe_dispatch, "moe_overlap_parts": parts}
 
 
 @st.composite

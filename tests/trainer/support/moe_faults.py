@@ -22,7 +22,9 @@ from trainer.model import router
 from trainer.model.balance import Balance, LayerBalance
 from trainer.model.moe import MoE
 from trainer.ops.experts import ExpertRows
-from trainer.parallel.dispatch import Exchanged, Gathered, Routes, TokenGroups
+from trainer.parallel import expert
+from trainer.parallel.dispatch import Coming, Exchanged, Gathered, Routes, TokenGroups
+from trainer.parallel.expert import ExpertParallel
 from trainer.parallel.rows import RowLimit
 
 EXPERTS: dict[str, Any] = {  # of the model that faults are planted in: some have no token in a micro-batch
@@ -36,6 +38,7 @@ EP, EP_OF_TP = ParallelLayout(ep=2, dp=2), ParallelLayout(tp=2, ep=4, dp=2, etp=
 WHOLE: dict[str, Any] = {"model": EXPERTS}
 AUX: dict[str, Any] = {"model": EXPERTS | {"moe_balance": "aux", "moe_aux_coeff": 1.0}}
 CUT: dict[str, Any] = {"model": EXPERTS, "cuts_tokens": True}
+IN_PARTS: dict[str, Any] = {"model": EXPERTS, "moe_overlap_parts": 2}
 EXCHANGED: dict[str, Any] = {"model": EXPERTS, "moe_dispatch": "alltoall"}
 
 
@@ -71,23 +74,38 @@ def of_other_rows(real: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
 
 def beyond_the_mean(real: Any, self: MoE, *inputs: torch.Tensor) -> torch.Tensor:
     """Drop what an expert has beyond the mean."""
-    packed_R2F, weights_TK, experts_TK, rows_R, ends_E, *shared = inputs
+    weights_TK, experts_TK, packed_R2F, rows_R, ends_E, *shared = inputs
     begins_E = ends_E - ends_E.diff(prepend=ends_E.new_zeros(1))
     place_R = torch.arange(len(rows_R))
     expert_R = torch.searchsorted(ends_E, place_R.int(), right=True)
     is_beyond_R = place_R - begins_E[expert_R] >= len(rows_R) / len(ends_E)
     packed_R2F = packed_R2F.masked_fill(is_beyond_R.unsqueeze(1), 0)
-    return real(self, packed_R2F, weights_TK, experts_TK, rows_R, ends_E, *shared)
+    return real(self, weights_TK, experts_TK, packed_R2F, rows_R, ends_E, *shared)
 
 
-def other_rank_first(real: Any, self: TokenGroups, x_TC: torch.Tensor) -> torch.Tensor:
-    whole = real(self, x_TC)
-    return whole.roll(len(x_TC), 0) if x_TC.shape[1] > 2 and len(whole) > len(x_TC) else whole
+def other_rank_first(real: Any, self: TokenGroups, x_TC: torch.Tensor) -> Coming:
+    whole = real(self, x_TC)()
+    is_moved = x_TC.shape[1] > 2 and len(whole) > len(x_TC)
+    return lambda: whole.roll(len(x_TC), 0) if is_moved else whole
 
 
-def of_each_rank(real: Any, self: TokenGroups, x_SC: torch.Tensor) -> torch.Tensor:
+def of_each_rank(real: Any, self: TokenGroups, x_SC: torch.Tensor) -> Coming:
     """Leave the gradients of weights as each rank has them, and sum what is wide."""
-    return real(self, x_SC) if x_SC.shape[1] > 2 else x_SC
+    return real(self, x_SC) if x_SC.shape[1] > 2 else lambda: x_SC
+
+
+def of_the_part_before(real: Any, self: ExpertParallel, routes: Any) -> Any:
+    return [*reversed(real(self, routes))]
+
+
+def as_the_first_part(real: Any, parts: Any) -> torch.Tensor:
+    """Take what the first part of tokens returns for all."""
+    return torch.cat([parts[0]()[: len(part())] for part in parts]) if len(parts) > 1 else real(parts)
+
+
+def of_the_last_part(real: Any, self: grouped.GroupedGemm, factors: Any, ends_E: torch.Tensor, *, ends: bool) -> None:
+    if ends:
+        real(self, factors, ends_E)
 
 
 def router_of_one_rank(real: Any, config: Any) -> Any:
@@ -165,9 +183,10 @@ def twice_in_the_second_pass(patch: Patch) -> None:
         patch.setattr(LayerBalance, "with_losses", with_losses)
 
 
-def other_source_first(real: Any, self: TokenGroups, x_TC: torch.Tensor) -> torch.Tensor:
-    whole = real(self, x_TC)
-    return whole.roll(len(x_TC), 0) if whole.is_floating_point() and whole.shape[1] > 2 else whole
+def other_source_first(real: Any, self: TokenGroups, x_TC: torch.Tensor) -> Coming:
+    whole = real(self, x_TC)()
+    is_moved = whole.is_floating_point() and whole.shape[1] > 2
+    return lambda: whole.roll(len(x_TC), 0) if is_moved else whole
 
 
 def next_experts(real: Any, self: Gathered, experts_TK: torch.Tensor, num_experts: int, ops: ExpertRows) -> Any:
@@ -248,7 +267,7 @@ MOE_FAULTS = [
     Fault(
         "what experts return is not summed over tp",
         TP,
-        wrapping(TokenGroups, "sum", lambda real, self, x: x),
+        wrapping(TokenGroups, "sum", lambda real, self, x: lambda: x),
         **WHOLE,
     ),
     Fault("tokens of two ranks of ep change places", EP, wrapping(TokenGroups, "gather", other_source_first), **WHOLE),
@@ -256,6 +275,14 @@ MOE_FAULTS = [
     Fault("rows of two sources change places", EP, wrapping(Exchanged, "routes", as_arrived), **EXCHANGED),
     Fault("rows come back to others", EP, wrapping(Exchanged, "_exchange_back", other_sizes_back), **EXCHANGED),
     Fault("weights stay where they arrived", EP, wrapping(Exchanged, "bring_weights", of_sent_order), **EXCHANGED),
+    Fault("a part takes another's rows", EP, wrapping(ExpertParallel, "by_part", of_the_part_before), **IN_PARTS),
+    Fault("a part returns what another's rows do", EP, wrapping(expert, "joined", as_the_first_part), **IN_PARTS),
+    Fault(
+        "gradients of weights are those of the last part",
+        EP,
+        wrapping(grouped.GroupedGemm, "wgrad", of_the_last_part),
+        **IN_PARTS,
+    ),
     Fault(
         "a step with more rows than there is memory for is trained",
         None,

@@ -3,7 +3,6 @@
 A choice changes bits. So one rank chooses, all others take its name, and a resumed run takes the recorded name.
 """
 
-import statistics
 import warnings
 
 import torch
@@ -14,6 +13,7 @@ from trainer.ops.attention.flash import Flash2, Flash3, Flash4
 from trainer.ops.attention.reference import Reference
 from trainer.ops.attention.sdpa import CpuFlash, CudaFlash, Cudnn, Efficient
 from trainer.ops.attention.seam import Backend, Mask
+from trainer.ops.timing import median_seconds
 
 # in the order in which a fixed rule takes them
 BACKENDS: tuple[Backend, ...] = (
@@ -26,7 +26,6 @@ BACKENDS: tuple[Backend, ...] = (
     Efficient(),
     Reference(),
 )
-WARM_UPS, ROUNDS = 2, 5
 
 
 def backend_named(name: str) -> Backend:
@@ -63,17 +62,13 @@ def choose(
 def _seconds(backend: Backend, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> float:
     """Return the median of a forward with its backward; infinity, and a warning, if the kernel fails on this device."""
     q, k, v, dout = (torch.randn_like(x) for x in (q_TNH, k_UKH, k_UKH, q_TNH))
-    times = []
+
+    def both() -> None:
+        out, lse = backend.forward(q, k, v, mask)
+        backend.backward(dout, (q, k, v, out, lse), mask)  # autograd would import sympy for it, in seconds
+
     try:
-        for _ in range(WARM_UPS + ROUNDS):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            out, lse = backend.forward(q, k, v, mask)
-            backend.backward(dout, (q, k, v, out, lse), mask)  # autograd would import sympy for it, in seconds
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) / 1e3)
+        return median_seconds(both)
     except Exception as error:  # e.g. no plan of cuDNN for this shape, no compiler for a package that needs one
         warnings.warn(f"attention: {backend.name} fails here and is left out: {error}", stacklevel=2)
         return float("inf")
-    return statistics.median(times[WARM_UPS:])
