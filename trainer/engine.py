@@ -13,6 +13,7 @@ from torch import Tensor
 from ckptkit import rank_stages
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, gathers_keys, schedule_of, settled
+from trainer.loss_scale import LossScale
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.balance import Balance
@@ -31,7 +32,7 @@ from trainer.store.lr import learning_rate
 from trainer.store.store import ParameterStore
 from trainer.verdict import Outcome, PendingStats, StepStats, Verdict
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Engine:
@@ -47,7 +48,7 @@ class Engine:
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)
         options = StoreOptions.of(config, self.dtype, with_optimizer=with_optimizer)
         self.moments, self.store = options.moments, ParameterStore(self.table, runs, mesh, options)
-        self.verdict = Verdict(mesh.device, config.optim.clip)
+        self.verdict = Verdict(mesh.device, config.optim.clip, LossScale.of(config.train))
         self.choices = first_choices(config, mesh, self.dtype)
         self.balance = Balance(config, mesh, wide_dtype(self.dtype))
         if mesh.layout.ep > 1:
@@ -87,13 +88,14 @@ class Engine:
 
         `before_update` is called once all gradients are there, or will be, and before any of the state changes. A step
         whose loss or gradient norm is not finite changes nothing, nor does any after it: reading it raises. A void step
-        changes nothing either: AdamW counts updates, not steps, and the learning rate goes on by steps.
+        changes nothing either: AdamW counts updates, not steps, and the learning rate goes on by steps. With a loss
+        scale the sums of loss and gradients are scaled by what the last step left of it, until they are judged.
         """
         mesh, optim = self.mesh, self.config.optim
         mesh.clock.take()
         counting = mesh.dp.start("all_reduce", batch.loss_mask.sum(dtype=torch.float64), "sum")
         num_tokens = cache(counting.wait)  # by the first loss: it is behind the gathers, which the forward is beside
-        scale = cache(lambda: (1 / num_tokens().clamp(min=1)).to(wide_dtype(self.dtype)))
+        scale = cache(lambda: self.verdict.scaled(1 / num_tokens().clamp(min=1)).to(wide_dtype(self.dtype)))
         self.store.begin_step()
         self.balance.begin_step(step)
         loss = self._run(

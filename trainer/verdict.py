@@ -2,10 +2,11 @@
 
 The host reads it when it wants to, a step later for example; until then the device goes on. A step whose loss or
 gradient norm is not finite is bad: it changes no state, nor does any step after it. One that something else makes void
-changes none either, and the run goes on: with the next batch, or with the same once more.
+changes none either, and the run goes on: with the next batch, or with the same once more. One whose scaled gradients
+overflow is void so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
+from trainer.loss_scale import MOST_VOIDS, SIZE, LossScale
 from trainer.mesh.clock import Moment
 
 
@@ -24,6 +26,7 @@ class Outcome(IntEnum):
     SKIPPED = 1  # void: the run goes on with the next batch, at the next step
     REPEATED = 2  # void, and so is each after it until `Verdict.repeat`: the host takes the same batch once more
     BAD = 3  # ends the run
+    STUCK = 4  # ends the run: void once too often at the smallest loss scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class StepStats:
     bubble_s: float  # waits for pipeline neighbours
     outcome: Outcome = Outcome.COUNTS
     voids: int = 0  # steps until then that the run went on after
+    scale: tuple[float, ...] = ()  # the state of the loss scale behind it: see `LossScale`; empty if nothing is scaled
     loads: tuple[float, ...] = ()  # of experts and their ranks: see `Balance`
 
     @property
@@ -52,6 +56,12 @@ class StepStats:
         """Return the fields of a step's line that are of experts, if there are any."""
         names = ("expert_load", "idle_experts", "rank_load", "rank_rows")
         return dict(zip(names, self.loads))
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """Return the fields of a step's line that only some runs have."""
+        scaled = {"loss_scale": self.scale[0], "void_steps": self.voids} if self.scale else {}
+        return self.of_experts | scaled
 
 
 class PendingStats:
@@ -75,7 +85,14 @@ class PendingStats:
     def read(self) -> StepStats:
         """Wait for the step; raise UserError if it, or one before it, is bad."""
         self.ended.wait()
-        step, loss, norm, num_tokens, outcome, voids, *loads = self._numbers.tolist()
+        step, loss, norm, num_tokens, outcome, voids, *others = self._numbers.tolist()
+        scale, loads = others[:SIZE], others[SIZE:]
+        if outcome == Outcome.STUCK:
+            raise UserError(
+                f"step {int(step)}: gradients overflowed in {MOST_VOIDS} steps in a row at the smallest loss scale, "
+                f"{scale[0]:g}",
+                hint="--bf16, whose numbers have a wider range; or a smaller --min-loss-scale or --loss-scale",
+            )
         if outcome == Outcome.BAD:
             raise UserError(
                 f"step {int(step)}: the loss is {loss}, the gradient norm {norm}",
@@ -89,55 +106,73 @@ class PendingStats:
         outcome, bubble_s = Outcome(int(outcome)), waits.get("bubble", 0.0)
         return StepStats(
             loss, norm, self._lr, int(num_tokens), **waited, bubble_s=bubble_s, outcome=outcome, voids=int(voids),
-            loads=tuple(loads),
+            scale=tuple(scale if scale[0] else ()), loads=tuple(loads),
         )  # fmt: skip
 
 
 class Verdict:
     """Judges steps on a device, the same on all ranks; owned by the training thread.
 
-    `numbers` are [step, loss, gradient norm, tokens, outcome, voids] of the last step judged; after one that is to be
-    repeated, or is bad, they stay, and no later step counts. `is_void` is 1.0 if that step changes no state. `voids`
-    are the steps that a run went on after: so many fewer updates than steps are made, which AdamW counts.
+    `numbers` are [step, loss, gradient norm, tokens, outcome, voids] of the last step judged, and behind them the state
+    of the loss scale, zeros if there is none. After one that is to be repeated, or is bad, they stay, and no later step
+    counts. `is_void` is 1.0 if that step changes no state. `voids` are the steps that a run went on after: so many
+    fewer updates than steps are made, which AdamW counts.
 
     `causes` are what makes a step void: each takes loss and norm, and returns 0 or an outcome, as a number on the
     device that is the same on all ranks. What is void is not bad.
     """
 
-    def __init__(self, device: torch.device, clip: float) -> None:
-        self._clip = clip
-        self.causes: list[Callable[[Tensor, Tensor], Tensor]] = []
-        self.numbers = torch.zeros(6, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, clip: float, loss_scale: LossScale | None = None) -> None:
+        self._clip, self.loss_scale = clip, loss_scale
+        self.causes: list[Callable[[Tensor, Tensor], Tensor]] = [] if loss_scale is None else [self._overflow]
+        self.numbers = torch.zeros(6 + SIZE, dtype=torch.float64, device=device)
         self.is_void = torch.zeros((), device=device)
         self.known_voids, self._num_judged, self._num_read = 0, 0, 0
+        self.begin(0)
 
-    def begin(self, voids: int) -> None:
-        """Begin after so many void steps, as a restored state has them."""
-        self.numbers = torch.zeros_like(self.numbers)
-        self.numbers[5] = voids
+    def begin(self, voids: int, scale: Sequence[float] = ()) -> None:
+        """Begin after so many void steps, with the state of the loss scale, as a restored state has them."""
+        state = self.loss_scale.start(scale) if self.loss_scale is not None else [0.0] * SIZE
+        self.numbers = self.numbers.new_tensor([0.0] * 5 + [voids, *state])
         self.known_voids, self._num_read = voids, self._num_judged
+
+    def scaled(self, factor: Tensor) -> Tensor:
+        """Return the factor of a token's loss times the loss scale that the last step left."""
+        return factor * self.numbers[6] if self.loss_scale is not None else factor
 
     def judge(self, step: int, loss: Tensor, squares: Tensor, num_tokens: Tensor) -> Tensor:
         """Judge the step of this number; return the factor for its gradients, float64 [].
 
         `squares` are squared norms whose sum is that of all gradients; `clip` bounds its root, 0 bounds nothing.
         """
-        norm = squares.sum().sqrt()
-        outcome, voids = torch.isfinite(loss + norm).logical_not().to(loss.dtype) * Outcome.BAD, self.numbers[5]
+        norm, voids, scale = squares.sum().sqrt(), self.numbers[5], self.numbers[6:]
+        after = scale
+        if self.loss_scale is not None:
+            loss, norm = loss / scale[0], norm / scale[0]
+            after = self.loss_scale.after(scale, torch.isfinite(norm).logical_not())
+        outcome = torch.isfinite(loss + norm).logical_not().to(loss.dtype) * Outcome.BAD
         for cause in self.causes:
             found = cause(loss, norm).to(loss.dtype)
             outcome = torch.where(found > 0, found, outcome)
         if self.causes:
             voids = voids + (outcome == Outcome.SKIPPED)
-        numbers = torch.stack([torch.full_like(loss, step), loss, norm, num_tokens, outcome, voids])
+        judged = torch.stack([torch.full_like(loss, step), loss, norm, num_tokens, outcome, voids])
+        numbers = torch.cat([judged, torch.where(outcome == Outcome.REPEATED, scale, after)])
         self.numbers = torch.where(self.numbers[4] >= Outcome.REPEATED, self.numbers, numbers)
         self.is_void = (self.numbers[4] > 0).float()
         self._num_judged += 1
-        return self._clip / norm.clamp(min=self._clip) if self._clip else torch.ones_like(norm)
+        factor = self._clip / norm.clamp(min=self._clip) if self._clip else torch.ones_like(norm)
+        return factor / scale[0] if self.loss_scale is not None else factor
+
+    def _overflow(self, loss: Tensor, norm: Tensor) -> Tensor:
+        assert self.loss_scale is not None, "a cause of scaled gradients"
+        is_last = self.loss_scale.is_last(self.numbers[6:])
+        outcome = torch.where(is_last, float(Outcome.STUCK), float(Outcome.SKIPPED))
+        return torch.where(torch.isfinite(norm), 0.0, outcome)
 
     def repeat(self) -> None:
         """Let steps count again after one that is to be repeated; those that were started after it did not count."""
-        self.begin(self.known_voids)
+        self.begin(self.known_voids, self.numbers[6:].tolist())
 
     def late_voids(self) -> tuple[Tensor, int] | None:
         """Return how many voids the device has that the host has not read, and their most; None if there are none."""

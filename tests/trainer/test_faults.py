@@ -29,6 +29,7 @@ from tests.trainer.support.parity import (
 from tests.trainer.support.pass_faults import PASS_FAULTS
 from tests.trainer.support.plain_model import train
 from tests.trainer.support.recompute_faults import RECOMPUTE_FAULTS
+from tests.trainer.support.scale_faults import SCALE_FAULTS
 from tests.trainer.support.threads import Deadlock, run_threads
 from tests.trainer.support.token_faults import TOKEN_FAULTS, compare_cut, turning_rows
 from tests.trainer.support.void_faults import VOID_FAULTS
@@ -48,6 +49,7 @@ ALL_FAULTS = [
     *NEST_FAULTS,
     *RECOMPUTE_FAULTS,
     *VOID_FAULTS,
+    *SCALE_FAULTS,
     *MOE_FAULTS,
 ]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)

@@ -136,6 +136,11 @@ def test_a_step_reads_nothing_back(layout: str, schedule: Any, num_parts: int, m
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_step_with_a_loss_scale_reads_nothing_back(device: str) -> None:
+    run_threads(2, two_steps, small(config_for("llama", ParallelLayout(dp=2), precision="fp16", device=device)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [2, 3])

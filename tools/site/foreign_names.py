@@ -30,6 +30,7 @@ FUNCTIONS = {
     "lr_decay_ratio": "`optim.schedule` wsd and `optim.wsd_decay_steps`, of `optim.decay_steps`",
     "lr_decay_type": "`optim.schedule`, and `optim.wsd_decay` with a ratio",
     "min_lr_factor": "`optim.min_lr`, as a part of `optim.lr`",
+    "scale_of_power": "`train.initial_loss_scale`, 2 to this power",
     "window_size": "`model.window`, one more than the tokens before a query",
     "window_pattern": "`model.window_every`",
     "layers_per_virtual_stage": "`parallel.virtual_stages`, by layers and `parallel.pp`",

@@ -14,6 +14,7 @@ from trainer.checkpoint.mapping import FILES, MASTER, READ_DTYPES, restored_piec
 from trainer.config import Config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
+from trainer.loss_scale import recorded_in
 
 # of the model's configuration
 ROUTING = ("experts_per_token", "router_score", "router_norm_topk", "router_scale")
@@ -54,7 +55,8 @@ def restore_step(engine: Engine, run: Run | HfFolder, step: int, exchange: Excha
         if is_whole:
             restore_from(reader, pieces, tensors=tensors)
             updates = root.metadata.get("updates")  # older steps have as many as steps
-            engine.verdict.begin(root.step - updates if isinstance(updates, int) else 0)
+            voids = root.step - updates if isinstance(updates, int) else 0
+            engine.verdict.begin(voids, recorded_in(root.metadata))
         else:
             tensors = [dataclasses.replace(info, dtype=stored_dtype(root, info)) for info in tensors]
             stored = in_dtypes(pieces, tensors)

@@ -23,7 +23,7 @@ def tensor_table(
 ) -> list[TensorInfo]:
     """Return the global tensors of a run in `dtype`, the same on every rank: parameters and states of optimizers.
 
-    For bf16 the parameters are their fp32 masters. Without `moments` the states are of the masters' dtype.
+    For 16 bits the parameters are their fp32 masters. Without `moments` the states are of the masters' dtype.
     """
     master, wide = _master_prefix(dtype), DTYPE_NAMES[wide_dtype(dtype)]
     infos = []
@@ -79,4 +79,4 @@ def _prefix(state: str) -> str:
 
 
 def _master_prefix(dtype: torch.dtype) -> str:
-    return MASTER if dtype == torch.bfloat16 else ""
+    return MASTER if dtype != wide_dtype(dtype) else ""

@@ -11,10 +11,21 @@ import torch
 
 from datakit import Cursor, Recorded, StreamRecord
 from trainer.config import Config
+from trainer.loss_scale import recorded
 from trainer.store.lr import learning_rate
+from trainer.verdict import StepStats
 
 YOUNG = {  # keys of the configuration that older code refuses, by table
-    "optim": ["schedule", "wsd_decay_steps", "wsd_decay", "cool_down_steps", "cool_down_from", "cool_down_lr", "groups"]
+    "optim": [
+        "schedule",
+        "wsd_decay_steps",
+        "wsd_decay",
+        "cool_down_steps",
+        "cool_down_from",
+        "cool_down_lr",
+        "groups",
+    ],
+    "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
 }
 
 
@@ -31,7 +42,8 @@ class Progress:
     """How far a run is after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start).
 
     `validation` is the last one since the save before, so that a step is judged by a loss of its own. `stream` is
-    the stream's record, as JSON: the cursor has its digest. `voids` are the steps that changed no parameter.
+    the stream's record, as JSON: the cursor has its digest. `voids` are the steps that changed no parameter, `scale` is
+    the state of the loss scale, if there is one.
     """
 
     step: int = 0
@@ -40,6 +52,11 @@ class Progress:
     validation: Validation | None = None
     stream: Mapping[str, Any] | None = None
     voids: int = 0
+    scale: tuple[float, ...] = ()
+
+    def after(self, stats: StepStats) -> "Progress":
+        """Return the same with what was read of its step."""
+        return dataclasses.replace(self, voids=stats.voids, scale=stats.scale)
 
     def metadata(self, config: Config, loss: float, device: torch.device, ops: Mapping[str, str]) -> dict[str, Any]:
         """Return what a checkpoint's root records beside the tensors; `ops` are the forms of ops in use."""
@@ -52,6 +69,7 @@ class Progress:
             **({"stream": self.stream} if self.stream else {}),
             "tokens": self.tokens,
             "updates": self.step - self.voids,
+            **recorded(self.scale),
             "seq_length": max([config.train.seq_length, *later]),
             "loss": loss,
             **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),

@@ -22,6 +22,7 @@ from trainer.config import Config
 from trainer.config.resolve import settled, shared_urls
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
+from trainer.loss_scale import recorded_in
 from trainer.store.lr import learning_rate
 
 
@@ -192,9 +193,11 @@ def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resu
             validation = Validation(int(metadata["val_step"]), float(metadata["val_loss"]))
         cursor, stream = dict(metadata["cursor"]), metadata.get("stream")
         voids = root.step - int(metadata.get("updates", root.step))
-        progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream, voids)
+        scale = recorded_in(metadata)
+        progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream, voids, scale)
         ops = {str(op): str(name) for op, name in metadata.get("ops", {}).items()}
-        return Resumed(progress, config, float(metadata["loss"]), url, is_own, ops=ops)
+        loss = float("nan") if metadata["loss"] is None else float(metadata["loss"])  # of void steps alone
+        return Resumed(progress, config, loss, url, is_own, ops=ops)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
 

@@ -291,6 +291,12 @@ def state_faults(config: Config) -> Iterator[Fault]:
     if optim.master == "split" and save.overlap == "on":
         text = "checkpoint.overlap on needs optim.master wide: split masters are put together in the gradients' memory"
         yield {"optim.master", "checkpoint.overlap"}, text
+    if config.train.initial_loss_scale < config.train.min_loss_scale:
+        first, smallest = config.train.initial_loss_scale, config.train.min_loss_scale
+        text = (
+            f"train.initial_loss_scale {first:g} is below train.min_loss_scale {smallest:g}: --min-loss-scale {first:g}"
+        )
+        yield {"train.initial_loss_scale", "train.min_loss_scale"}, text
     if save.keep_best and save.keep_best_metric == "val_loss" and not config.train.eval_interval:
         text = f"checkpoint.keep_best {save.keep_best} by val_loss needs train.eval_interval"
         yield {"checkpoint.keep_best", "checkpoint.keep_best_metric", "train.eval_interval"}, text

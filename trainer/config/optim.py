@@ -58,7 +58,7 @@ class OptimConfig:
     moments: Literal["wide", "bf16"] = option(
         "wide",
         "dtype of both moments: wide is that of the masters, bf16 takes half the memory and rounds once a step",
-        needs={"train.precision": ("bf16", "fp32")},
+        needs={"train.precision": ("bf16", "fp32", "fp16")},
     )
     master: Literal["wide", "split"] = option(
         "wide",

@@ -7,6 +7,9 @@ from datakit import StepConfig
 from threefold.needs import GIVEN
 from threefold.options import option
 
+# of options of a loss scale that moves
+MOVED = {"precision": "fp16", "a factor that moves, without train.loss_scale": lambda train: train.loss_scale is None}
+
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig(StepConfig):
@@ -21,8 +24,45 @@ class TrainConfig(StepConfig):
         keeps_bits=True,
         flags=["--gradient-accumulation-steps"],
     )
-    precision: Literal["fp64", "fp32", "bf16"] = option(
-        "fp32", "dtype of the arithmetic; bf16 keeps an fp32 master", shorthands={"--bf16": "bf16"}
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "dtype of the arithmetic; bf16 and fp16 keep fp32 masters, and fp16 scales the loss",
+        shorthands={"--bf16": "bf16", "--fp16": "fp16"},
+    )
+    loss_scale: float | None = option(
+        None,
+        "fp16: what the loss is multiplied by for the backward, a power of two; without it one that is moved",
+        above=0,
+        flags=["--loss-scale"],
+        needs={"precision": "fp16"},
+    )
+    initial_loss_scale: float = option(
+        65536.0,
+        "fp16: what it is multiplied by at first; gradients that overflow halve that, and their step is void",
+        above=0,
+        flags=["--initial-loss-scale"],
+        needs=MOVED,
+    )
+    min_loss_scale: float = option(
+        1.0,
+        "fp16: the smallest factor; 10 void steps in a row there end the run",
+        above=0,
+        flags=["--min-loss-scale"],
+        needs=MOVED,
+    )
+    loss_scale_window: int = option(
+        1000,
+        "fp16: steps in a row that count, after which the factor is doubled",
+        minimum=1,
+        flags=["--loss-scale-window"],
+        needs=MOVED,
+    )
+    hysteresis: int = option(
+        2,
+        "fp16: void steps since it was doubled, from which on each halves the factor",
+        minimum=1,
+        flags=["--hysteresis"],
+        needs=MOVED,
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA if a GPU is usable")
     deterministic: bool = option(

@@ -6,6 +6,7 @@ void, resume, epoch, seq_length, end.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -28,8 +29,8 @@ class StepMetrics:
     """One line of the metrics file. Loss, grad norm and lr are global; times are those of the slowest rank."""
 
     step: int  # steps done, this one included
-    loss: float  # sum of token losses / unmasked tokens of the global batch
-    grad_norm: float  # before clipping
+    loss: float  # sum of token losses / unmasked tokens of the global batch; null if it is not finite, of a void step
+    grad_norm: float  # before clipping; null as the loss
     lr: float
     tokens: int  # read since the start of training
     loss_tokens: int  # of this step, those whose loss counts
@@ -54,6 +55,8 @@ class StepMetrics:
     idle_experts: float | None = None  # experts of any layer that had no token in 100 steps
     rank_load: float | None = None  # the most tokens of a rank's experts over the mean; None unless ep cuts experts
     rank_rows: float | None = None  # the most rows that a micro-batch needed on a rank, over the mean
+    loss_scale: float | None = None  # of fp16, behind the step
+    void_steps: int | None = None  # of fp16, up to and with this one: they changed nothing
 
     def console(self, train_steps: int, left_s: float) -> str:
         """Return the line for people; `left_s` is how long the steps that are left will take."""
@@ -67,6 +70,7 @@ class StepMetrics:
             f"loss {self.loss:.4f}",
             f"grad {self.grad_norm:.3f}",
             f"lr {self.lr:.2e}",
+            *([f"scale {self.loss_scale:,.15g}"] if self.loss_scale is not None else []),
             f"{self.tokens_per_s:,.0f} tok/s{several}",
             f"eta {timedelta(seconds=round(left_s))}",
             *([f"mfu {self.mfu:.1%}"] if self.mfu is not None else []),
@@ -97,6 +101,11 @@ def throughput(
     }
 
 
+def finite(value: Any) -> Any:
+    """Return a value, None in place of a number that JSON does not know: a void step has some."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Log:
     """Writes steps and events, on the training thread; silent on any rank but the first."""
 
@@ -116,7 +125,7 @@ class Log:
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one step to the file and, at the console interval and at the end, to the console."""
-        self._line(asdict(metrics))
+        self._line({name: finite(value) for name, value in asdict(metrics).items()})
         if metrics.step % self._interval == 0 or metrics.step in (1, self._train_steps):
             self.say(metrics.console(self._train_steps, self._left_s(metrics)))
 

@@ -1,5 +1,6 @@
 """What a run reports when it starts: its model, how it is cut, what a step reads, and what will be kept."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from ckptkit import Retention, Tiers
 from datakit import Blend
 from threefold import __version__
-from trainer.config import CheckpointConfig, Config
+from trainer.config import CheckpointConfig, Config, TrainConfig
 from trainer.config.resolve import cuts_tokens, has_experts, layer_windows, layout_of, longest_row, row_lengths
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
@@ -62,6 +63,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ("data", f"{sum(stored.values()):,} tokens in {', '.join(stored)}"),
         *(("fetched", line) for line in blend.notes),
         ("device", f"{device_name(device)}, {train.precision}"),
+        *(("loss scale", text) for text in scale_text(train)),
         *(("queues", text) for text in [queues_text(config, device)] if text),
     ]
     return facts + kept(tiers, config.checkpoint)
@@ -76,6 +78,22 @@ def zero_text(config: Config) -> str:
     if shard == parallel.cp == 1:
         return f"{text} (cuts what stage 1 does: dp_shard is 1)"
     return f"{text} in {parallel.dp // shard} groups of {shard} along dp" if shard else text
+
+
+def scale_text(train: TrainConfig) -> Iterator[str]:
+    """Yield how the loss is scaled, if it is, with a warning where that rounds."""
+    if train.precision != "fp16":
+        return
+    if train.loss_scale is None:
+        scales = [train.initial_loss_scale, train.min_loss_scale]
+        halves = f"halved by {train.hysteresis} void steps down to {train.min_loss_scale:,.15g}"
+        yield f"{scales[0]:,.15g} at first, {halves}, doubled after {train.loss_scale_window:,} that count"
+    else:
+        scales = [train.loss_scale]
+        yield f"{train.loss_scale:,.15g}"
+    for scale in scales:
+        if math.frexp(scale)[0] != 0.5:
+            yield f"warning: {scale:,.15g} is not a power of two, so that scaling rounds gradients"
 
 
 def experts_text(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ job's board, has its own part saved, and ends; the others meet the end of its co
 their parts. No save needs a collective.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,8 +29,9 @@ class LastGood:
         self._is_changing = self._is_over = False
 
     def note(self, progress: Progress, loss: float) -> None:
-        """Note that a step counts."""
-        self.progress, self.loss = progress, loss
+        """Note that a run goes on after a step; the loss of one that is void may not be finite, and is left out."""
+        self.progress = progress
+        self.loss = loss if math.isfinite(loss) else self.loss
 
     @property
     def _has_trained(self) -> bool:

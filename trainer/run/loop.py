@@ -161,7 +161,7 @@ class Run:
         gone = self.progress
         tokens = gone.tokens + self.config.train.global_batch_size * taken.length
         validation = None if self._saver.due_step == gone.step else gone.validation
-        self.progress = Progress(number, tokens, taken.cursor, validation, self._record, gone.voids)
+        self.progress = Progress(number, tokens, taken.cursor, validation, self._record, gone.voids, gone.scale)
         before, self._started = self._started, Started(gone, self.progress, taken, stats)
         if before is not None:  # whatever that raises, the state is that of the step that is started
             self._report_step(before)
@@ -262,7 +262,7 @@ class Run:
                 lr=stats.lr,
                 tokens=started.progress.tokens,
                 loss_tokens=stats.num_tokens,
-                **stats.of_experts,
+                **stats.extras,
                 step_s=step_s,
                 **dict(zip(measured, largest)) | {"memory_of_plan": largest[len(measured) - 1] or None},
                 **throughput(
@@ -287,16 +287,16 @@ class Run:
             if not is_alone:
                 self._end(started.taken.fault, error)
             raise
-        self.progress = dataclasses.replace(self.progress, voids=stats.voids)
+        self.progress = self.progress.after(stats)
         if stats.outcome is not Outcome.REPEATED:
-            self._good.note(dataclasses.replace(started.progress, voids=stats.voids), stats.loss)
+            self._good.note(started.progress.after(stats), stats.loss)
         return stats
 
     def _go_back(self, started: Started) -> None:
         """Go back before a void step, which is taken once more, with the one that was started after it."""
         later, self._started = self._started, None
         taken = [each.taken for each in (started, later) if each is not None]
-        self.progress = dataclasses.replace(started.before, voids=self.progress.voids)
+        self.progress = dataclasses.replace(started.before, voids=self.progress.voids, scale=self.progress.scale)
         self.engine.verdict.repeat()
         if (error := self._intake.put_back(started.progress.step, taken)) is not None:
             self._end(error)

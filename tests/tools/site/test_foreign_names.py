@@ -22,4 +22,4 @@ def test_a_row_says_what_a_name_is_here() -> None:
     page = foreign_names_page()
     assert f"| {code('--clip-grad X')} | {code('optim.clip')} |" in page
     assert f"| {code('--normalization RMSNorm')} | {code('model.norm = rmsnorm')} |" in page
-    assert f"| {code('--fp16')} | fp16 and its scaled loss do not exist here: --bf16 |" in page
+    assert f"| {code('--fp16-lm-cross-entropy')} | the loss is in fp32 here |" in page

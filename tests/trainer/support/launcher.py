@@ -8,7 +8,7 @@ SCRIPT = """LAYERS=2
 MODEL_ARGS=(--num-layers $LAYERS --hidden-size 32 --num-attention-heads 2 --seq-length 32
   --max-position-embeddings 32 --swiglu --normalization RMSNorm)
 torchrun --nproc_per_node 1 pretrain_gpt.py ${MODEL_ARGS[@]} --micro-batch-size 1 --global-batch-size 4 \\
-  --train-iters 4 --lr 1e-3 --data-path data_text_document --split 100,0,0 --fp16 --log-interval 1
+  --train-iters 4 --lr 1e-3 --data-path data_text_document --split 100,0,0 --fp16-lm-cross-entropy --log-interval 1
 """
 
 

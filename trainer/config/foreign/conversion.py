@@ -29,7 +29,9 @@ IMPLIED = {  # where the flag of the second is not named
     "--group-query-attention": "--num-query-groups 1",
     "--lr-wsd-decay-iters": FALL,
     "--lr-wsd-decay-samples": FALL,
+    "--fp16": "--initial-loss-scale 4294967296",
 }
+MOVING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")  # of a loss scale
 DEFAULT = "the default of Megatron-LM"
 CORRECT, FILL_IN = (
     "correct it: trainer train --help says what each key takes",
@@ -200,13 +202,17 @@ def with_width(settings: Mapping[str, FlagText]) -> dict[str, FlagText]:
 
 
 def without_idle(settings: Mapping[str, FlagText], named: Collection[str], missing: list[str]) -> dict[str, FlagText]:
-    """Return settings without intervals for which nothing is named, which Megatron-LM ignores; note those given."""
+    """Return settings without those that Megatron-LM ignores, as what they are of is not named; note those given."""
     draft = walk(Config, merge({}, settings), [])
     valid, idle = draft.data.valid, {}
     if draft.train.eval_interval and not valid.stores and valid.order == "permuted":
         idle["train.eval_interval"] = "nothing is named that validates: --data.valid.stores STORE"
     if draft.checkpoint.save_interval and not draft.checkpoint.save:
         idle["checkpoint.save_interval"] = "no place is named to save to: --save URL"
+    if draft.train.precision != "fp16":
+        idle |= {f"train.{name}": "only --fp16 scales the loss" for name in ("loss_scale", *MOVING)}
+    elif draft.train.loss_scale is not None:
+        idle |= {f"train.{name}": "--loss-scale is the scale, and stays" for name in MOVING}
     missing += [f"{settings[name].flag}: {why}" for name, why in idle.items() if name in named]
     return {name: text for name, text in settings.items() if name not in idle}
 

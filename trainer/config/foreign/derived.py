@@ -260,11 +260,20 @@ def is_number(text: str) -> bool:
     return False
 
 
+def scale_of_power(_config: Config, text: FlagText) -> dict[str, str]:
+    """Return the loss scale that is so many doublings of 1."""
+    power = whole(text, "doublings")
+    if power > 127:
+        raise ValueError(f"must be at most 127 doublings, which fp32 holds, got {text.text}")
+    return {"train.initial_loss_scale": str(2**power)}
+
+
 FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     **{name: partial(in_steps, *how) for name, how in IN_STEPS.items()},
     "lr_decay_ratio": fall_of_ratio,
     "lr_decay_type": fall_of_type,
     "min_lr_factor": least_rate,
+    "scale_of_power": scale_of_power,
     "window_size": window_size,
     "window_pattern": window_pattern,
     "layers_per_virtual_stage": virtual_stages,

@@ -1,13 +1,16 @@
 """A command line of Megatron-LM becomes a TOML file that says the same, defaults included, and loads."""
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.trainer.support.training import call
+from threefold.errors import UserError
 from threefold.flags import settings_of
 from trainer.cli import build_parser
+from trainer.config import TrainConfig
 from trainer.config.foreign.script import Script
 from trainer.config.walk import load_config
 
@@ -247,3 +250,42 @@ def test_nothing_beside_the_command_line_is_passed_over(capsys: pytest.CaptureFi
     said = capsys.readouterr()
     assert said.out == ""
     assert "--from-megatron is used alone, not with run.toml, --lr, --dry-run" in said.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "left"),
+    [
+        ("--fp16", {"precision": "fp16", "initial_loss_scale": 2.0**32}, ""),
+        ("--fp16 --initial-loss-scale 64 --hysteresis 1", {"initial_loss_scale": 64.0, "hysteresis": 1}, ""),
+        (
+            "--fp16 --loss-scale 8 --hysteresis 1",
+            {"loss_scale": 8.0},
+            "--hysteresis: --loss-scale is the scale, and stays",
+        ),
+        ("--bf16 --loss-scale-window 9", {"precision": "bf16"}, "--loss-scale-window: only --fp16 scales the loss"),
+    ],
+)
+def test_a_loss_scale_is_megatrons(
+    flags: str, expected: dict[str, object], left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, printed = converted(capsys, f"pretrain_gpt.py --num-layers 2 {flags}")
+    train = tomllib.loads(text)["train"]
+    scaled = {name: value for name, value in train.items() if "scale" in name or name in ("hysteresis", "precision")}
+    assert scaled == {"precision": "fp16"} | expected
+    assert left in printed
+
+
+def of_deepspeed(path: Path, **half: object) -> TrainConfig:
+    path.write_text(json.dumps({"fp16": {"enabled": True} | half}))
+    arguments = build_parser().parse_args(["train", "--deepspeed_config", str(path)])
+    return load_config(None, settings_of(arguments), world_size=None).train
+
+
+def test_a_loss_scale_is_deepspeeds(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    train = of_deepspeed(path, loss_scale=0, initial_scale_power=12, hysteresis=3, min_loss_scale=2)
+    assert (train.precision, train.loss_scale, train.hysteresis) == ("fp16", None, 3)
+    assert (train.initial_loss_scale, train.min_loss_scale) == (4096, 2)
+    assert of_deepspeed(path, loss_scale=128).loss_scale == 128
+    with pytest.raises(UserError, match="must be at most 127 doublings"):
+        of_deepspeed(path, initial_scale_power=200)

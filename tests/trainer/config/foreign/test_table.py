@@ -113,7 +113,7 @@ def test_a_switch_may_have_its_value_or_be_turned_off() -> None:
         assert config_of(*bare)[0].model.qk_norm is True
     for off in (["--no-qk-layernorm"], ["--qk-layernorm", "false"], ["--qk-layernorm=false"]):
         assert config_of("--model.qk-norm", "true", *off)[0].model.qk_norm is False
-    assert config_of("--fp16", "false") == (Config(), [])
+    assert config_of("--tf32", "false") == (Config(), [])
     assert "it is so all the same" in config_of("--no-swiglu")[1][0]
 
 

@@ -24,7 +24,7 @@ THERE = [
     *("--dataloader-type", "single", "--log-interval", "1", "--train-iters", "2"),
 ]
 MISSING = {
-    "--fp16": [],
+    "--fp16-lm-cross-entropy": [],
     "--torch-compile": [],
     "--deepspeed": [],
     "--deepspeed_config": ["ds.json"],
@@ -147,10 +147,10 @@ def test_a_switch_of_ours_does_without_its_value(words: list[str], value: str) -
 
 
 def test_an_unknown_flag_stands_in_the_same_list(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--fp16", "--model.num-layer", "3", "--per_device_train_batch_size", "--swiglu=maybe", "--seq-length"]
+    words = ["--tf32", "--model.num-layer", "3", "--per_device_train_batch_size", "--swiglu=maybe", "--seq-length"]
     lines = refused(capsys, "run.toml", *words)
     assert lines == [
-        "--fp16: fp16 and its scaled loss do not exist here: --bf16",
+        "--tf32: fp32 is fp32 here; --bf16 is fast",
         "unknown argument --model.num-layer, did you mean --model.num-layers?",
         "--per_device_train_batch_size: needs a value",
         "--swiglu maybe: it is a switch, without a value",
@@ -270,10 +270,10 @@ def test_the_keys_of_a_deepspeed_file_are_read(tmp_path: Path, capsys: pytest.Ca
     assert (config.optim.lr, config.optim.beta1, config.optim.beta2) == (0.01, 0.8, 0.9)
     path.write_text(json.dumps(tables | {"zero_optimization": {"stage": 3}}))
     assert parsed("--deepspeed_config", str(path), "run.toml")[1].parallel.zero_stage == 3
-    path.write_text(json.dumps(tables | {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}, "foo": 1}))
+    path.write_text(json.dumps(tables | {"amp": {"enabled": True}, "foo": 1}))
     lines = refused(capsys, "run.toml", "--deepspeed", str(path))
     assert [line.removeprefix(f"{path}: ").split(":")[0] for line in lines] == [
-        "fp16.enabled",
+        "amp.enabled",
         "foo",
     ]
 
