@@ -180,7 +180,8 @@ class Oracle:
 @pytest.mark.slow
 def test_two_hundred_steps_are_those_of_torchs_scaler() -> None:
     initial, window = 2.0**30, 9
-    config = half_config(initial_loss_scale=initial, loss_scale_window=window, hysteresis=1, min_loss_scale=2.0**-20)
+    scale = {"initial_loss_scale": initial, "loss_scale_window": window, "min_loss_scale": 2.0**-20, "hysteresis": 1}
+    config = half_config(global_batch_size=2, gradient_accumulation_steps=2, **scale)
     engine = make_engine(0, config)
     engine.config = config  # without weight decay, which some parameters have and others do not
     object.__setattr__(config.optim, "weight_decay", 0.0)
