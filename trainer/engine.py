@@ -13,7 +13,6 @@ from torch import Tensor
 from ckptkit import rank_stages
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, gathers_keys, schedule_of, settled
-from trainer.loss_scale import LossScale
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.balance import Balance
@@ -48,7 +47,7 @@ class Engine:
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)
         options = StoreOptions.of(config, self.dtype, with_optimizer=with_optimizer)
         self.moments, self.store = options.moments, ParameterStore(self.table, runs, mesh, options)
-        self.verdict = Verdict(mesh.device, config.optim.clip, LossScale.of(config.train))
+        self.verdict = Verdict.of(config, mesh.device)
         self.choices = first_choices(config, mesh, self.dtype)
         self.balance = Balance(config, mesh, wide_dtype(self.dtype))
         if mesh.layout.ep > 1:
@@ -88,8 +87,7 @@ class Engine:
 
         `before_update` is called once all gradients are there, or will be, and before any of the state changes. A step
         whose loss or gradient norm is not finite changes nothing, nor does any after it: reading it raises. A void step
-        changes nothing either: AdamW counts updates, not steps, and the learning rate goes on by steps. With a loss
-        scale the sums of loss and gradients are scaled by what the last step left of it, until they are judged.
+        changes nothing either: AdamW counts updates, not steps, and the learning rate goes on by steps.
         """
         mesh, optim = self.mesh, self.config.optim
         mesh.clock.take()

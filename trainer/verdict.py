@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
+from trainer.config import Config
 from trainer.loss_scale import MOST_VOIDS, SIZE, LossScale
 from trainer.mesh.clock import Moment
 
@@ -129,6 +130,11 @@ class Verdict:
         self.is_void = torch.zeros((), device=device)
         self.known_voids, self._num_judged, self._num_read = 0, 0, 0
         self.begin(0)
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device) -> "Verdict":
+        """Return that of a run, which clips its gradients and maybe scales its loss."""
+        return cls(device, config.optim.clip, LossScale.of(config.train))
 
     def begin(self, voids: int, scale: Sequence[float] = ()) -> None:
         """Begin after so many void steps, with the state of the loss scale, as a restored state has them."""
