@@ -77,6 +77,8 @@ def recorded(state: Sequence[float]) -> dict[str, Any]:
 
 
 def recorded_in(metadata: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the state that a step's metadata have, empty if they have none."""
+    """Return the state that a step's metadata have, empty if they have none that is whole."""
     values = metadata.get("loss_scale")
-    return tuple(float(values[name]) for name in NAMES) if isinstance(values, Mapping) else ()
+    state = [values.get(name) for name in NAMES] if isinstance(values, Mapping) else []
+    whole = tuple(float(number) for number in state if isinstance(number, int | float) and 0 <= number <= LARGEST)
+    return whole if len(whole) == SIZE else ()

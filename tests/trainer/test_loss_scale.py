@@ -1,6 +1,8 @@
 """fp16 and its loss scale: how it moves, that it leaves no trace in what it scales, and who is void by an overflow."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from ckptkit.cli import main as ckptkit
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.parity import local_batch, make_engine
+from tests.trainer.support.parity import local_batch, make_engine, run_steps
 from tests.trainer.support.scale_faults import (
     compare_overflowed,
     compare_resumed,
@@ -24,9 +26,10 @@ from tests.trainer.support.scale_faults import (
 from tests.trainer.support.threads import run_threads
 from tests.trainer.support.training import call, curve, lines
 from tests.trainer.support.void_faults import states
-from trainer.config import TrainConfig
+from trainer.config import Config, TrainConfig
+from trainer.config.resolve import layout_of
 from trainer.engine import Engine
-from trainer.loss_scale import LARGEST, MOST_VOIDS, LossScale
+from trainer.loss_scale import LARGEST, MOST_VOIDS, NAMES, LossScale, recorded, recorded_in
 from trainer.store.lr import learning_rate
 from trainer.verdict import Outcome, StepStats, Verdict
 
@@ -119,6 +122,33 @@ def test_no_trace_is_left() -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit() -> None:
     compare_resumed()
+
+
+@pytest.mark.parametrize("values", [None, 3, [1], {}, {"scale": "x"}, dict.fromkeys(NAMES, -1), dict.fromkeys(NAMES)])
+def test_a_record_that_is_not_whole_is_none(values: Any) -> None:
+    assert recorded_in({"loss_scale": values}) == ()
+    assert recorded_in(recorded([64.0, 1.0, 2.0, 0.0])) == (64, 1, 2, 0)
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+def test_no_bit_depends_on_how_a_step_is_run() -> None:
+    one = half_config(ParallelLayout(pp=2, dp=2), initial_loss_scale=2.0**25, hysteresis=1)
+    parallel = one.parallel
+    expected = bits_of(one)
+    assert None not in expected[0]
+    for schedule in ("gpipe", "zb-h1"):
+        assert bits_of(replace(one, parallel=replace(parallel, schedule=schedule))) == expected  # type: ignore[arg-type]
+    alone = replace(parallel, overlap_grad_reduce=False, overlap_param_gather=False)
+    assert bits_of(replace(one, parallel=alone)) == expected
+    assert bits_of(replace(one, train=replace(one.train, recompute="full"))) == expected  # type: ignore[arg-type]
+
+
+def bits_of(config: Config) -> tuple[Any, ...]:
+    runs = run_threads(layout_of(config).world_size, run_steps, config, 4)
+    assert not all(map(math.isfinite, runs[0]["norms"])), "a step is void"
+    numbers = [runs[0]["losses"], list(map(str, runs[0]["norms"]))]
+    return (*numbers, [piece.data.tobytes() for run in runs for piece in run["weights"]])
 
 
 def overflow_on_the_last(rank: int, layout: ParallelLayout, *, network: Any) -> list[StepStats]:

@@ -313,7 +313,7 @@ def op_faults(config: Config) -> Iterator[Fault]:
     ops = config.ops
     for op, form in (("norm", ops.norm), ("adamw", ops.adamw)):
         if form == "apex" and config.train.precision == "fp64":
-            text = f"ops.{op} apex is for precisions bf16 and fp32: --ops.{op} csrc"
+            text = f"ops.{op} apex is for precisions bf16, fp16 and fp32: --ops.{op} csrc"
             yield {f"ops.{op}", "train.precision"}, text
     if ops.attention in NO_WINDOW and any(layer_windows(config)):
         text = f"ops.attention {ops.attention} has no window, and model.window is {config.model.window}: "

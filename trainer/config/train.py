@@ -40,6 +40,7 @@ class TrainConfig(StepConfig):
         65536.0,
         "fp16: what it is multiplied by at first; gradients that overflow halve that, and their step is void",
         above=0,
+        keeps_bits=True,
         flags=["--initial-loss-scale"],
         needs=MOVED,
     )
