@@ -31,6 +31,7 @@ KEEPS = {
     },
     "optim": {"master"},
     "train": {
+        "initial_loss_scale",
         "train_steps",
         "gradient_accumulation_steps",
         "recompute",
