@@ -3,7 +3,7 @@
 Ranks trade tokens for heads (Jacobs et al., 2023, arXiv 2309.14509): before attention each has all heads of some
 tokens, in it some heads of all tokens, and the other way round behind it. So any backend and any mask is the same as on
 one rank. For example 8 tokens of 4 heads on two ranks: rank 1 has heads 0-3 of tokens 4-7, and attends with heads 2 and
-3 of tokens 0-7.
+3 of tokens 0-7. If each rank's heads can be cut in two, those of one half travel beside the attention of the other.
 
 Or they gather keys and values (Llama 3: Dubey et al., 2024, arXiv 2407.21783), whose heads may then be fewer. A rank
 has two chunks of each row, as far from its begin as from its end, so that all have as much to compute: of 8 tokens
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.mesh.group import Group
-from trainer.ops.attention.seam import Backend, Gradients, Mask, attention, check
+from trainer.mesh.group import Group, Work
+from trainer.ops.attention.seam import Backend, Mask, attention, check
 from trainer.ops.dtypes import wide_dtype
 from trainer.parallel.places import Runs, halves_of, share_of
 
@@ -70,8 +70,7 @@ class ContextParallel:
             return attention(q_TNH, k_TKH, v_TKH, masks[0], backend, results)
         if self.gathers_keys:
             return _ToKeys.apply(q_TNH, k_TKH, v_TKH, _Halves(self.group, masks, length, backend), results)
-        q_SNH, k_SKH, v_SKH = _ToHeads.apply(q_TNH, k_TKH, v_TKH, self.group)
-        return _ToTokens.apply(attention(q_SNH, k_SKH, v_SKH, masks[0], backend, results), self.group)
+        return _ToHeads.apply(q_TNH, k_TKH, v_TKH, self.group, masks[0], backend, results)
 
 
 def half_mask(bounds: Tensor, longest: int, num_tokens: int, length: int, chunk: range) -> Mask:
@@ -158,42 +157,64 @@ class _ToKeys(torch.autograd.Function):
 
 
 class _ToHeads(torch.autograd.Function):
-    """All heads of some tokens become some heads of all tokens, by one exchange of q, k and v packed."""
+    """Attention of some heads of all tokens, for which ranks hand each other q, k and v, packed, and its result."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group) -> Gradients:
-        ctx.group, ctx.shapes = group, [x.shape for x in (q, k, v)]
-        counts = [-(-x.shape[1] // group.size) for x in (q, k, v)]  # of a rank; fewer heads than ranks are repeated
-        packed_RTCH = q.new_empty(group.size, len(q), sum(counts), q.shape[2])
-        for part_RTCH, x in zip(packed_RTCH.split(counts, 2), (q, k, v), strict=True):
-            in_wide_words(part_RTCH).copy_(in_wide_words(_by_rank(x, group.size)))
-        q, k, v = group.start_exchange(packed_RTCH).wait().flatten(0, 1).split(counts, 1)
-        return q, k, v
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: Group,
+        mask: Mask,
+        backend: Backend,
+        results: list[Tensor] | None,
+    ) -> Tensor:
+        inputs, size = (q, k, v), group.size
+        num_heads = [-(-x.shape[1] // size) for x in inputs]  # of a rank; fewer heads than ranks are repeated
+        num_parts = 1 if any(number % 2 for number in num_heads) else 2
+        ctx.group, ctx.mask, ctx.backend, ctx.shapes = group, mask, backend, [x.shape for x in inputs]
+        ctx.counts = [number // num_parts for number in num_heads]
+        of_ranks = [_by_rank(x, size).chunk(num_parts, 2) for x in inputs]
+        coming = [_start(group, parts) for parts in zip(*of_ranks, strict=True)]
+        saved, returning, before = list[Tensor](), list[Work](), list(results or ())
+        for work in coming:
+            q_SNH, k_SKH, v_SKH = work.wait().flatten(0, 1).split(ctx.counts, 1)
+            check(q_SNH, k_SKH, v_SKH, mask, backend)
+            out, lse = (before.pop(0), before.pop(0)) if before else backend.forward(q_SNH, k_SKH, v_SKH, mask)
+            returning.append(group.start_exchange(out.contiguous()))
+            saved += q_SNH, k_SKH, v_SKH, out, lse
+        if results is not None:
+            results[:] = [x for place, x in enumerate(saved) if place % 5 > 2]
+        ctx.save_for_backward(*saved)
+        return _by_token([work.wait().unflatten(0, (size, -1)) for work in returning], q.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        counts = [x.shape[1] for x in grads]
-        received = ctx.group.start_exchange(torch.cat(grads, 1)).wait()  # tokens of one rank after the other
-        parts = received.unflatten(0, (ctx.group.size, -1)).split(counts, 2)
-        dq, dk, dv = (_by_token(part, shape) for part, shape in zip(parts, ctx.shapes, strict=True))
-        return dq, dk, dv, None
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        group, saved = ctx.group, ctx.saved_tensors
+        num_parts = len(saved) // 5
+        coming = [_start(group, [part]) for part in _by_rank(dout, group.size).chunk(num_parts, 2)]
+        returning = list[Work]()
+        for number, work in enumerate(coming):
+            of_part = saved[5 * number : 5 * number + 5]
+            grads = ctx.backend.backward(work.wait().flatten(0, 1), of_part, ctx.mask)
+            returning.append(group.start_exchange(torch.cat(grads, 1)))
+        received = [work.wait().unflatten(0, (group.size, -1)).split(ctx.counts, 2) for work in returning]
+        dq, dk, dv = (
+            _by_token(parts, shape) for parts, shape in zip(zip(*received, strict=True), ctx.shapes, strict=True)
+        )
+        return dq, dk, dv, None, None, None, None
 
 
-class _ToTokens(torch.autograd.Function):
-    """Some heads of all tokens become all heads of some tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SNH: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        received_RTNH = group.start_exchange(x_SNH.contiguous()).wait().unflatten(0, (group.size, -1))
-        return contiguous(received_RTNH.transpose(0, 1)).flatten(1, 2)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy_TNH: Tensor) -> tuple[Tensor, None]:
-        packed_RTNH = contiguous(_by_rank(dy_TNH, ctx.group.size))
-        return ctx.group.start_exchange(packed_RTNH).wait().flatten(0, 1), None
+def _start(group: Group, parts_RTCH: Sequence[Tensor]) -> Work:
+    """Begin to hand each rank its heads of several tensors, packed."""
+    counts = [part.shape[2] for part in parts_RTCH]
+    num_ranks, num_tokens, _, size = parts_RTCH[0].shape
+    packed_RTCH = parts_RTCH[0].new_empty(num_ranks, num_tokens, sum(counts), size)
+    for to_RTCH, part in zip(packed_RTCH.split(counts, 2), parts_RTCH, strict=True):
+        in_wide_words(to_RTCH).copy_(in_wide_words(part))
+    return group.start_exchange(packed_RTCH)
 
 
 def _by_rank(x_TNH: Tensor, num_ranks: int) -> Tensor:
@@ -203,17 +224,20 @@ def _by_rank(x_TNH: Tensor, num_ranks: int) -> Tensor:
     return parts_TRNH if repeats == 1 else parts_TRNH.repeat_interleave(repeats, 0)
 
 
-def _by_token(x_RTNH: Tensor, shape: torch.Size) -> Tensor:
-    """Return the gradient [T, N, H] of `_by_rank`; what several ranks have of one head is added in the wide dtype."""
-    repeats = len(x_RTNH) * x_RTNH.shape[2] // shape[1]
+def _by_token(parts_RTNH: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Return what ranks have of parts of their heads as one [T, N, H]: the way back of `_by_rank`.
+
+    What several ranks have of one head, which is a gradient, is added in the wide dtype.
+    """
+    first, num_heads = parts_RTNH[0], sum(part.shape[2] for part in parts_RTNH)
+    repeats = len(first) * num_heads // shape[1]
     if repeats > 1:
-        x_RTNH = x_RTNH.unflatten(0, (-1, repeats)).sum(1, dtype=wide_dtype(x_RTNH.dtype)).to(x_RTNH.dtype)
-    return contiguous(x_RTNH.transpose(0, 1)).flatten(1, 2)
-
-
-def contiguous(x: Tensor) -> Tensor:
-    """Return a tensor whose elements are in order, copied at the rate of memory if they are not."""
-    return x if x.is_contiguous() else in_wide_words(x).contiguous().view(x.dtype)
+        summed = first.unflatten(0, (-1, repeats)).sum(1, dtype=wide_dtype(first.dtype)).to(first.dtype)
+        return summed.transpose(0, 1).flatten(1, 2)
+    whole_TRPNH = first.new_empty(shape[0], len(first), len(parts_RTNH), first.shape[2], shape[2])
+    for to_TRNH, part in zip(whole_TRPNH.unbind(2), parts_RTNH, strict=True):
+        in_wide_words(to_TRNH).copy_(in_wide_words(part.transpose(0, 1)))
+    return whole_TRPNH.view(shape)
 
 
 def in_wide_words(x: Tensor) -> Tensor:

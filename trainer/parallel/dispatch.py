@@ -86,7 +86,7 @@ class TokenGroups:
     def sum(self, x_SC: Tensor) -> Coming:
         """Begin to sum it over ranks for this rank's tokens, [T, C]; the argument is overwritten."""
         calls: list[Callable[[Tensor], Work]] = [group.start_scatter for group in reversed(self.groups)]
-        if not self.tensor.cuts_tokens:
+        if not self.tensor.cuts_tokens and self.tensor.group.size > 1:
             calls.append(lambda x: self.tensor.group.start("all_reduce", x, "sum"))
         return in_turn(x_SC, calls)
 

@@ -18,7 +18,7 @@ from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.attention.choose import backend_named
 from trainer.ops.attention.seam import Mask, attention
-from trainer.parallel.context import WORD, ContextParallel, contiguous, half_mask, in_wide_words
+from trainer.parallel.context import WORD, ContextParallel, half_mask, in_wide_words
 from trainer.parallel.places import share_of
 
 NUM_TOKENS, LENGTH, HEAD_SIZE = 24, 12, 4
@@ -169,7 +169,4 @@ def test_copies_are_of_words_where_these_are_whole(dtype: torch.dtype, place: in
         (whole_TNH.permute(1, 2, 0), False),
     ):
         assert (in_wide_words(x_NTH).dtype == WORD) is is_whole
-        copied_NTH = contiguous(x_NTH)
-        assert copied_NTH.is_contiguous()
-        assert copied_NTH.dtype == dtype
-        assert torch.equal(copied_NTH, x_NTH)
+        assert torch.equal(in_wide_words(x_NTH).contiguous().view(dtype), x_NTH)

@@ -67,9 +67,9 @@ def loss_of_the_first(real: Any, self: Engine, *args: Any) -> torch.Tensor:
     return real(self, *args) * (self.mesh.coords.cp == 0)
 
 
-def first_of_repeated(real: Any, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    repeats = len(x) * x.shape[2] // shape[1]
-    return real(x[::repeats], shape)
+def first_of_repeated(real: Any, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    repeats = len(parts[0]) * sum(part.shape[2] for part in parts) // shape[1]
+    return real([part[::repeats] for part in parts], shape)
 
 
 def without_prefix(real: Any, bounds: torch.Tensor, longest: int, num: int, length: int, chunk: range) -> Any:
@@ -150,6 +150,12 @@ CONTEXT_FAULTS = [
         CP,
         wrapping(context, "_by_token", first_of_repeated),
         model={"num_kv_heads": 1},
+    ),
+    Fault(
+        "halves of a rank's heads change places on the way back",
+        CP,
+        wrapping(context, "_by_token", lambda real, parts, shape: real(parts[::-1], shape)),
+        model={"num_heads": 8, "num_kv_heads": 4},
     ),
     Fault("heads are read before they are there", CP, read_at_once("all_to_all", "cp")),
     *(
