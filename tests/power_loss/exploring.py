@@ -34,13 +34,19 @@ class Recorded:
     left: frozenset[str]
 
     def explore(
-        self, model: str, *, without: str = "", num_random: int = 3, seed: int = 0, stops_at_fault: bool = False
+        self,
+        model: str,
+        *,
+        without: str = "",
+        num_random: int = 3,
+        stops_at_fault: bool = False,
+        seen: set[bytes] | None = None,
     ) -> Tally:
-        """Check all states, of the program as it is or without one use of fsync."""
+        """Check all states, of the program as it is or without one use of fsync, but for trees that were seen."""
         recording = self.recording.without(without) if without else self.recording
         check = partial(fault_of, self)
         return explore(
-            recording, model, check, self.folder, num_random=num_random, seed=seed, stops_at_fault=stops_at_fault
+            recording, model, check, self.folder, num_random=num_random, stops_at_fault=stops_at_fault, seen=seen
         )
 
 

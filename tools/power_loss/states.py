@@ -1,12 +1,13 @@
 """The trees that a loss of power may leave, at any moment of a recording, by what a file system promises."""
 
 import hashlib
+import math
 import os
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.power_loss.disk import Recording, Tree
@@ -14,6 +15,8 @@ from tools.power_loss.disk import Recording, Tree
 AGE_S = 2 * 86_400.0  # of a tree: a machine is not back at once
 MODELS = {
     "weakest": "every change that is not durable is kept or lost by itself",
+    "hosts": "one of several hosts is lost once it has made its changes, and with it, each by itself, those that are "
+    "not durable; the others go on to their end, on what they saw of it",
     "journal": "entries are kept up to some moment, in the order of their changes, as by ext4 and XFS; data by itself",
 }
 
@@ -29,17 +32,20 @@ class State:
 
 def states(recording: Recording, model: str, *, num_random: int = 0, seed: int = 0) -> Iterator[State]:
     """Draw the states of every moment, each once: all of those with one change lost or one kept, and some others."""
+    if model == "hosts":
+        yield from _without_a_host(recording, num_random, random.Random(seed))
+        return
     rng, seen = random.Random(seed), set[tuple[tuple[int, ...], int]]()
     durable_at = recording.durable_at if model == "weakest" else recording.in_journal_at
     moments = sorted(
         {moment for each in (*recording.changes, *recording.syncs) for moment in (each.began, each.ended)}
-        | {moment for moment, _ in recording.promises}
+        | {moment for moment, *_ in recording.promises}
     )
     for moment in moments:
         began = [number for number, change in enumerate(recording.changes) if change.began <= moment]
         sure = frozenset(number for number in began if durable_at[number] <= moment)
         unsure = [number for number in began if number not in sure]
-        promises = tuple(text for since, text in recording.promises if since <= moment)
+        promises = tuple(text for since, text, _ in recording.promises if since <= moment)
         draw = _weakest if model == "weakest" else _journal
         for chosen in draw(recording, unsure, num_random, rng):
             numbers = tuple(number for number in began if number in sure or number in chosen)
@@ -59,6 +65,25 @@ def _weakest(
     if len(unsure) > 2:
         for _ in range(num_random):
             yield frozenset(number for number in unsure if rng.random() < 0.5)
+
+
+def _without_a_host(recording: Recording, num_random: int, rng: random.Random) -> Iterator[State]:
+    """Draw the states in which one host is lost at some moment after its last change, and the others come to their end.
+
+    What the others do then is what they did, as all that they saw of the host had been there.
+    """
+    everything = frozenset(range(len(recording.changes)))
+    for host in sorted({change.host for change in recording.changes} - {""}):
+        own = [number for number, change in enumerate(recording.changes) if change.host == host]
+        last = max(recording.changes[number].ended for number in own)
+        syncs = [sync for sync in recording.syncs if sync.host == host]
+        for moment in sorted({last} | {at for sync in syncs for at in (sync.began, sync.ended) if at > last}):
+            others = tuple(sync for sync in recording.syncs if sync.host != host or sync.ended <= moment)
+            durable_at = replace(recording, syncs=others).durable_at
+            unsure = [number for number in own if durable_at[number] == math.inf]
+            promises = tuple(text for at, text, of in recording.promises if of != host or at <= moment)
+            for chosen in _weakest(recording, unsure, num_random, rng):
+                yield State(moment, tuple(sorted(everything - {*unsure} | chosen)), promises)
 
 
 def _journal(
@@ -99,19 +124,20 @@ def explore(
     *,
     num_random: int = 0,
     seed: int = 0,
-    is_unread: Callable[[str], bool] = lambda _: False,
     stops_at_fault: bool = False,
+    seen: set[bytes] | None = None,
 ) -> Tally:
     """Check every tree that a loss of power may leave, each once for what had been promised.
 
-    Each is made where the folder was recorded, as of two days ago, and should be in memory. Trees that differ only in
-    the bytes of files that nobody reads are one.
+    Each is made where the folder was recorded, as of two days ago, and should be in memory. Those that were `seen` are
+    passed over, and others are added there.
     """
-    num_states, seen, faults = 0, set[bytes](), dict[str, int]()
+    seen = set() if seen is None else seen
+    num_states, num_before, faults = 0, len(seen), dict[str, int]()
     for state in states(recording, model, num_random=num_random, seed=seed):
         num_states += 1
         tree = recording.tree(state.changes)
-        key = _key(tree, state.promises, is_unread)
+        key = _key(tree, state.promises)
         if key in seen:
             continue
         seen.add(key)
@@ -122,15 +148,15 @@ def explore(
             faults.setdefault(fault, state.moment)
             if stops_at_fault:
                 break
-    return Tally(num_states, len(seen), faults)
+    return Tally(num_states, len(seen) - num_before, faults)
 
 
-def _key(tree: Tree, promises: Sequence[str], is_unread: Callable[[str], bool]) -> bytes:
+def _key(tree: Tree, promises: Sequence[str]) -> bytes:
     digest = hashlib.blake2b(repr(promises).encode())
     for path in sorted(tree):
         content = tree[path]
         digest.update(path.encode() + b"\0")
-        if content is not None and not is_unread(path):
+        if content is not None:
             digest.update(len(content).to_bytes(8, "little") + content)
     return digest.digest()
 

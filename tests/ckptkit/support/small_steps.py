@@ -59,7 +59,8 @@ def save_rank(
 ) -> Root | None:  # fmt: skip
     """Write one rank's files of a state, as its writer process would; rank 0 commits."""
     root = Root(seat.step, seat.attempt, layout, NUM_LAYERS, {info.name: info for info in TABLE}, (), {"value": value})
-    parts = [source for source, _ in files(value, layout, seat.writer)]
+    sources = files(value, layout, seat.writer)  # held: of two threads that make them at once, one's are cached
+    parts = [source for source, _ in sources]
     return write_step(
         StepTarget(storage, seat), parts, None if seat.writer else root, patience_s, retries,
         awaits_commit=awaits_commit,

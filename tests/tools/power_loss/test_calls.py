@@ -56,7 +56,7 @@ def test_a_replay_ends_as_the_program_did(tmp_path: Path) -> None:
     assert after.keys() == {"before", "g", "g/e", "g/f", "log"}
     assert recording.tree(range(len(recording.changes))) == after
     assert recording.tree(()) == before
-    assert [text for _, text in recording.promises] == ["all of it"]
+    assert [text for _, text, _ in recording.promises] == ["all of it"]
     assert [sync.name for sync in recording.syncs] == ['a, "b"', "."]
 
 
@@ -89,3 +89,20 @@ def test_calls_that_overlap_have_both_their_places() -> None:
         Call("sync", 0, 2, "/r/a"),
         Call("say", 4, 4, data=b"x"),
     ]
+
+
+WRITES = "import sys; from threefold.storage import open_storage; open_storage(sys.argv[1]).write('a/b', b'x')"
+
+
+@needs_strace
+def test_who_calls_each_fsync_is_known_also_in_a_child(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WRITES!r}, sys.argv[1]], check=True)"
+    calls = record([sys.executable, "-c", child, str(folder)], tmp_path / "calls", cwd=Path(__file__).parents[3])
+    syncs = replay(calls, folder, {}).syncs
+    publish = "local.LocalStorage.write > new_file.NewFile.publish"
+    assert {sync.by for sync in syncs if sync.name.endswith(".tmp")} == {publish}
+    assert all(sync.by.startswith("local.LocalStorage.write > ") for sync in syncs)
+    without = replay(calls, folder, {}).without(publish).syncs
+    assert 0 < len(without) < len(syncs)

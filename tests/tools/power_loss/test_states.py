@@ -98,3 +98,29 @@ def test_one_use_of_fsync_left_out() -> None:
     assert {sync.use for sync in made.syncs} == {"a#", "."}
     assert len(last_trees(made)) == 1
     assert len(last_trees(made.without("."))) == 4
+
+
+def test_a_lost_host_takes_what_nobody_synced_and_the_others_go_on() -> None:
+    end = Call("say", 5, 5, data=b"end", host="b")
+    calls = [Call("create", 0, 0, f"{ROOT}/x", host="a"), Call("create", 2, 2, f"{ROOT}/root", host="b")]
+
+    def drawn(*syncs: Call) -> list[tuple[list[str], tuple[str, ...]]]:
+        made = recording(*calls, *syncs, end)
+        found = [([*made.tree(state.changes)], state.promises) for state in states(made, "hosts")]
+        return [each for number, each in enumerate(found) if each not in found[:number]]
+
+    whole, half = (["x", "root"], ("end",)), (["root"], ("end",))
+    assert half in drawn(), "x is lost with its host, and is named by the root of the other"
+    assert whole in drawn()
+    assert half in drawn(Call("sync", 3, 3, ROOT, host="a")), "the host was lost before its own sync had ended"
+    assert half not in drawn(Call("sync", 3, 3, ROOT, host="b")), "the other made durable what it relied on"
+
+
+def test_trees_that_were_seen_are_passed_over(tmp_path: Path) -> None:
+    folder, seen = tmp_path / "disk", set[bytes]()
+    folder.mkdir()
+    made = recording("create x", "write x abc", "sync x", "sync .", "say end")
+    first = explore(made, "weakest", lambda *_: "", folder, seen=seen)
+    assert first.num_trees == len(seen) > 1
+    assert explore(made, "weakest", lambda *_: "wrong", folder, seen=seen).num_trees == 0
+    assert explore(made.without("x"), "weakest", lambda *_: "wrong", folder, seen=seen).faults.keys() == {"wrong"}
