@@ -178,8 +178,8 @@ class _ToHeads(torch.autograd.Function):
         of_ranks = [_by_rank(x, size).chunk(num_parts, 2) for x in inputs]
         coming = [_start(group, parts) for parts in zip(*of_ranks, strict=True)]
         saved, returning, before = list[Tensor](), list[Work](), list(results or ())
-        for work in coming:
-            q_SNH, k_SKH, v_SKH = work.wait().flatten(0, 1).split(ctx.counts, 1)
+        while coming:
+            q_SNH, k_SKH, v_SKH = coming.pop(0).wait().flatten(0, 1).split(ctx.counts, 1)
             check(q_SNH, k_SKH, v_SKH, mask, backend)
             out, lse = (before.pop(0), before.pop(0)) if before else backend.forward(q_SNH, k_SKH, v_SKH, mask)
             returning.append(group.start_exchange(out.contiguous()))
@@ -193,12 +193,11 @@ class _ToHeads(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         group, saved = ctx.group, ctx.saved_tensors
-        num_parts = len(saved) // 5
-        coming = [_start(group, [part]) for part in _by_rank(dout, group.size).chunk(num_parts, 2)]
+        of_parts = [saved[place : place + 5] for place in range(0, len(saved), 5)]
+        coming = [_start(group, [part]) for part in _by_rank(dout, group.size).chunk(len(of_parts), 2)]
         returning = list[Work]()
-        for number, work in enumerate(coming):
-            of_part = saved[5 * number : 5 * number + 5]
-            grads = ctx.backend.backward(work.wait().flatten(0, 1), of_part, ctx.mask)
+        for of_part in of_parts:
+            grads = ctx.backend.backward(coming.pop(0).wait().flatten(0, 1), of_part, ctx.mask)
             returning.append(group.start_exchange(torch.cat(grads, 1)))
         received = [work.wait().unflatten(0, (group.size, -1)).split(ctx.counts, 2) for work in returning]
         dq, dk, dv = (
@@ -213,7 +212,7 @@ def _start(group: Group, parts_RTCH: Sequence[Tensor]) -> Work:
     num_ranks, num_tokens, _, size = parts_RTCH[0].shape
     packed_RTCH = parts_RTCH[0].new_empty(num_ranks, num_tokens, sum(counts), size)
     for to_RTCH, part in zip(packed_RTCH.split(counts, 2), parts_RTCH, strict=True):
-        in_wide_words(to_RTCH).copy_(in_wide_words(part))
+        copy_in_words(to_RTCH, part)
     return group.start_exchange(packed_RTCH)
 
 
@@ -236,15 +235,21 @@ def _by_token(parts_RTNH: Sequence[Tensor], shape: torch.Size) -> Tensor:
         return summed.transpose(0, 1).flatten(1, 2)
     whole_TRPNH = first.new_empty(shape[0], len(first), len(parts_RTNH), first.shape[2], shape[2])
     for to_TRNH, part in zip(whole_TRPNH.unbind(2), parts_RTNH, strict=True):
-        in_wide_words(to_TRNH).copy_(in_wide_words(part.transpose(0, 1)))
+        copy_in_words(to_TRNH, part.transpose(0, 1))
     return whole_TRPNH.view(shape)
 
 
-def in_wide_words(x: Tensor) -> Tensor:
-    """Return a view of words of 16 bytes, which copy faster than numbers of 2 where others are left out between them.
+def copy_in_words(to: Tensor, x: Tensor) -> None:
+    """Copy a tensor by words of 16 bytes, which is faster than by numbers of 2 where others are left out between them.
 
-    It is the tensor itself if words would not be whole.
+    Where words would not be whole, in either, numbers are copied.
     """
+    if _has_words(to) and _has_words(x):
+        to, x = to.view(WORD), x.view(WORD)
+    to.copy_(x)
+
+
+def _has_words(x: Tensor) -> bool:
     numbers = WORD.itemsize // x.element_size()
-    strides = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
-    return x.view(WORD) if x.stride(-1) == 1 and not any(number % numbers for number in strides) else x
+    places = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
+    return x.stride(-1) == 1 and not any(place % numbers for place in places)
