@@ -30,6 +30,8 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(compiled(x, weight), form(x, weight))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_layer_norm() -> None:
     def form(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return layer_norm(2 * x, weight, weight) + 1

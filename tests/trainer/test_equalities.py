@@ -156,7 +156,7 @@ def test_gradients_and_parameters_that_are_cut(model: str, layout: str) -> None:
     assert_same_bits(outcome(sharded(whole, 1)), outcome(sharded(whole, 3)))
 
 
-SLOW_NESTED = [
+NESTED = [
     (model, layout, dp_shard)
     for model in ("llama", "gpt2")
     for layout, dp_shard in (
@@ -167,11 +167,11 @@ SLOW_NESTED = [
         ("tp4-dp2", 1),
         ("dp4-pp2-virtual2", 1),
     )
-    if (model, layout) != ("llama", "dp4")
 ]
-NESTED = [("llama", "dp4", 2), *(pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.ci)) for case in SLOW_NESTED)]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("model", "layout", "dp_shard"), NESTED)
 def test_what_is_cut_in_groups_of_neighbours(model: str, layout: str, dp_shard: int) -> None:
     """Stages 2 and 3 have equal bits however passes follow each other, near those where all ranks cut."""

@@ -97,6 +97,8 @@ def test_training_begins_with_the_folders_model_and_ends_as_one(
     assert evaluate(capsys, f"hf:{tmp_path}/made", job) == pytest.approx(after, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_goes_on_and_is_evaluated_when_the_folder_is_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,7 +61,8 @@ def test_every_layout_repeats_one_process(model: str, precision: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_tp2_pp2_repeats_one_process_for_a_few_steps(model: str) -> None:
     reference = run_steps(0, config_for(model, ParallelLayout()), 2)
     layout = ParallelLayout(tp=2, pp=2)

@@ -41,6 +41,8 @@ def test_an_error_of_closing_closes_the_group_of_the_ranks(tmp_path: Path, monke
     close(checkpointer)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_an_optimizer_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     """Another one may be made where it was, and has to wait for the copies too."""
     with Run(tmp_path) as run:

@@ -271,6 +271,8 @@ def take_turns(
         run_state_machine_as_test(Machine, settings=chosen)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_this_code_damages_nothing_of_a_newer_format(tmp_path: Path) -> None:
     for name in ("next index", "next root"):
         take_turns(PAIRS[f"here and {name}"], str(tmp_path / name), tmp_path, 4, 15)

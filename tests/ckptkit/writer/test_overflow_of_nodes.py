@@ -83,6 +83,8 @@ def fill_up(folder: Path) -> None:
             file.write(bytes(4096))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_node_with_a_full_disk_brings_its_part_to_where_the_others_copy_theirs(
     disk: Path, tmp_path: Path, full: int

@@ -33,7 +33,9 @@ def test_the_last_step_is_repeated_too(job_config: Path, tmp_path: Path, reads_l
     assert curve(tmp_path / "void.jsonl", "loss") == curve(tmp_path / "plain.jsonl", "loss")
 
 
-@pytest.mark.parametrize("late", [pytest.param(False, marks=[pytest.mark.ci, pytest.mark.slow]), True])
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("late", [False, True])
 def test_a_run_goes_on_after_a_void_step_and_resumes_with_its_updates(
     job_config: Path, tmp_path: Path, request: pytest.FixtureRequest, *, late: bool
 ) -> None:
