@@ -62,9 +62,9 @@ class MoE:
         Behind them are the ways of rows, and the packed gate|up of shared experts, which are beside the tokens' travel.
         """
         experts, num_parts = self.experts, self.num_parts(len(x_TD))
-        coming = [experts.dispatch.begin(part_TD) for part_TD in x_TD.detach().tensor_split(num_parts)]
+        coming = experts.begin(x_TD, num_parts)
         weights_TK, experts_TK = self.router(x_TD, batch)
-        routes = [experts.routes(part_TK, self.num_experts) for part_TK in experts_TK.tensor_split(num_parts)]
+        routes = experts.routes(experts_TK, self.num_experts, num_parts)
         shared = () if self.shared is None else self.shared.widen(x_TD, batch)
         packed = experts.widen(x_TD, coming, self.up, routes, self.k)
         return weights_TK, experts_TK, *packed, *chain(*routes), *shared

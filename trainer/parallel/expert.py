@@ -50,9 +50,17 @@ class ExpertParallel:
         """Return the same with the ops of rows in another form."""
         return self if form == self.ops.form else replace(self, ops=ExpertRows(form))
 
-    def routes(self, experts_TK: Tensor, num_experts: int) -> Routes:
-        """Return the way of rows; behind numbers of rows are the ends of those of each of this rank's experts."""
-        return self.dispatch.routes(experts_TK, num_experts, self.ops)
+    def begin(self, x_TD: Tensor, num_parts: int) -> list[Coming]:
+        """Begin to send parts of tokens, as far as that needs no routes."""
+        return [self.dispatch.begin(part_TD) for part_TD in x_TD.detach().tensor_split(num_parts)]
+
+    def routes(self, experts_TK: Tensor, num_experts: int, num_parts: int) -> list[Routes]:
+        """Return the way of the rows of each part of tokens.
+
+        Behind numbers of rows are the ends of those of each of this rank's experts.
+        """
+        parts_TK = experts_TK.tensor_split(num_parts)
+        return [self.dispatch.routes(part_TK, num_experts, self.ops) for part_TK in parts_TK]
 
     def widen(
         self, x_TD: Tensor, coming: Sequence[Coming], up: GroupedGemm, routes: Sequence[Routes], k: int
@@ -79,13 +87,9 @@ class ExpertParallel:
         size = self.dispatch.num_routes
         return [tuple(routes[start : start + size]) for start in range(0, len(routes), size)]
 
-    def bring(self, x_TD: Tensor, routes: Sequence[Routes], k: int) -> list[Coming]:
-        """Begin to bring the rows of each part of tokens."""
-        parts = x_TD.tensor_split(len(routes))
-        return [
-            self.dispatch.bring(self.dispatch.begin(part), way, k, self.ops)
-            for part, way in zip(parts, routes, strict=True)
-        ]
+    def bring(self, coming: Sequence[Coming], routes: Sequence[Routes], k: int) -> list[Coming]:
+        """Go on sending parts of tokens; what is coming are their rows."""
+        return [self.dispatch.bring(tokens, way, k, self.ops) for tokens, way in zip(coming, routes, strict=True)]
 
 
 class _Widen(torch.autograd.Function):
@@ -102,7 +106,7 @@ class _Widen(torch.autograd.Function):
         ctx.save_for_backward(x_TD, *routes)
         ctx.experts, ctx.up, ctx.k, ctx.epoch = experts, up, k, up.weight.epoch
         ways = experts.by_part(routes)
-        rows = [experts.dispatch.bring(tokens, way, k, experts.ops) for tokens, way in zip(coming, ways, strict=True)]
+        rows = experts.bring(coming, ways, k)
         return tuple(up.forward(x_rows(), way[1]) for x_rows, way in zip(rows, ways, strict=True))
 
     @staticmethod
@@ -113,9 +117,8 @@ class _Widen(torch.autograd.Function):
         up.weight.check(ctx.epoch)
         ways, num_tokens = experts.by_part(routes), [len(part_TD) for part_TD in x_TD.tensor_split(len(dpacked))]
         sums = []
-        for x_rows, way, count, dpacked_R2F in zip(
-            experts.bring(x_TD, ways, k), ways, num_tokens, dpacked, strict=True
-        ):
+        rows = experts.bring(experts.begin(x_TD, len(dpacked)), ways, k)
+        for x_rows, way, count, dpacked_R2F in zip(rows, ways, num_tokens, dpacked, strict=True):
             sums.append(experts.dispatch.send_back(up.dgrad(dpacked_R2F, way[1]), way, count, k, experts.ops))
             up.wgrad(lambda dy=dpacked_R2F, x=x_rows: (dy, x()), way[1], ends=way is ways[-1])  # beside the sums
         return joined(sums), None, None, None, None, *(None for _ in routes)
@@ -147,7 +150,7 @@ class _Narrow(torch.autograd.Function):
         dispatch, ways = experts.dispatch, experts.by_part(routes)
         down.weight.check(ctx.epoch)
         dpacked, dweights = [], []
-        rows = experts.bring(dout_TD.contiguous(), ways, ctx.shapes[0][1])
+        rows = experts.bring(experts.begin(dout_TD.contiguous(), count), ways, ctx.shapes[0][1])
         for dout_rows, packed_R2F, weights_R, way, shape in zip(rows, packed, weights, ways, ctx.shapes, strict=True):
             dact_RF, used = down.dgrad(dout_rows(), way[1]), dispatch.used(way)
             dpacked_R2F, dweights_R, act_RF = experts.ops.weighted_swiglu_backward(dact_RF, packed_R2F, weights_R, used)

@@ -77,8 +77,10 @@ class _Layer:
     def passes(self, num_parts: int) -> Tensor:
         """Return the output of a forward whose backward ran, too."""
         experts = self.experts
-        coming = [experts.dispatch.begin(part_TD) for part_TD in self.x_TD.detach().tensor_split(num_parts)]
-        routes = [experts.routes(part_TK, self.num_experts) for part_TK in self.experts_TK.tensor_split(num_parts)]
+        coming, routes = (
+            experts.begin(self.x_TD, num_parts),
+            experts.routes(self.experts_TK, self.num_experts, num_parts),
+        )
         packed = experts.widen(self.x_TD, coming, self.up, routes, self.k)
         y_TD = experts.narrow(packed, self.weights_TK, self.down, [*chain(*routes)])
         y_TD.backward(self.x_TD.detach())
