@@ -13,6 +13,7 @@ from torch import Tensor
 from ckptkit import rank_stages
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, gathers_keys, schedule_of, settled
+from trainer.linear.fp8 import CastCounts
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.balance import Balance
@@ -50,12 +51,13 @@ class Engine:
         self.verdict = Verdict.of(config, mesh.device)
         self.choices = first_choices(config, mesh, self.dtype)
         self.balance = Balance(config, mesh, wide_dtype(self.dtype))
+        self.casts = CastCounts(config.fp8, config.model.num_layers, mesh.device)
         if mesh.layout.ep > 1:
             limit = self.balance.limit
             self.verdict.causes.append(lambda loss, norm: limit.is_exceeded(mesh.world) * Outcome.REPEATED)
         self.context = ContextParallel(mesh.cp, gathers_keys(config))
         self.chunks = {
-            stage: Chunk(config, self.store, mesh, self.choices, self.balance, stage)
+            stage: Chunk(config, self.store, mesh, self.choices, self.balance, self.casts, stage)
             for stage in rank_stages(mesh.layout, mesh.coords.pp)
         }
         self._shape_TD = 0, config.model.hidden_size  # of what stages hand over, of the micro-batches in work
@@ -96,6 +98,7 @@ class Engine:
         scale = cache(lambda: self.verdict.scaled(1 / num_tokens().clamp(min=1)).to(wide_dtype(self.dtype)))
         self.store.begin_step()
         self.balance.begin_step(step)
+        self.casts.begin_step(step)
         loss = self._run(
             schedule_of(self.config),
             self._microbatches(step, batch, scale=scale),
@@ -104,7 +107,7 @@ class Engine:
         squares = self.store.finish_reduce()
         # each tensor-parallel rank of the last stage has its data-parallel share of the loss
         share = loss if mesh.coords.tp == 0 else torch.zeros_like(loss)
-        parts = share.view(1), squares, self.balance.counts_LE.flatten()
+        parts = share.view(1), squares, self.balance.counts_LE.flatten(), self.casts.sums.flatten()
         sums = mesh.world.all_reduce(torch.cat(parts)).split([len(part) for part in parts])
         factor = self.verdict.judge(step + 1, sums[0][0], sums[1], num_tokens())
         before_update()
@@ -112,9 +115,8 @@ class Engine:
         lr, form = learning_rate(optim, step), self.choices.forms.adamw
         updates, late = step - self.verdict.known_voids, self.verdict.late_voids()
         self.store.update(optim, lr, updates, factor=factor, is_bad=self.verdict.is_void, late=late, form=form)
-        return PendingStats(
-            torch.cat([self.verdict.numbers, self.balance.loads]), lr, mesh.clock.take(), self.verdict.noting()
-        )
+        others = self.balance.loads, self.casts.shares(sums[3])
+        return PendingStats(self.verdict.numbers, lr, mesh.clock.take(), self.verdict.noting(), others)
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch) -> tuple[float, float]:

@@ -51,6 +51,7 @@ class StepStats:
     voids: int = 0  # steps until then that the run went on after
     scale: tuple[float, ...] = ()  # the state of the loss scale behind it: see `LossScale`; empty if nothing is scaled
     loads: tuple[float, ...] = ()  # of experts and their ranks: see `Balance`
+    shares: tuple[float, ...] = ()  # of values in eight bits, if they were counted: see `CastCounts`
 
     @property
     def of_experts(self) -> dict[str, Any]:
@@ -62,7 +63,9 @@ class StepStats:
     def extras(self) -> dict[str, Any]:
         """Return the fields of a step's line that only some runs have."""
         scaled = {"loss_scale": self.scale[0], "void_steps": self.voids} if self.scale else {}
-        return self.of_experts | scaled
+        num_layers = len(self.shares) // 2
+        names = {"fp8_saturated": self.shares[:num_layers], "fp8_zero": self.shares[num_layers:]}
+        return self.of_experts | scaled | (names if self.shares else {})
 
 
 class PendingStats:
@@ -74,20 +77,21 @@ class PendingStats:
         lr: float,
         waits: Callable[[], dict[str, float]],
         note: Callable[[int], None] = lambda voids: None,
+        others: tuple[Tensor, ...] = (),
     ) -> None:
-        """Begin to copy the numbers of a Verdict, and loads of experts behind them.
+        """Begin to copy the numbers of a Verdict and the others, loads of experts and shares of casts.
 
         `waits` returns the waits of the step once it is done; `note` takes the voids that are read.
         """
-        self._numbers, self._lr, self._waits = numbers.to("cpu", non_blocking=True), lr, waits
-        self._note = note
+        self._numbers, self._lr, self._waits = torch.cat([numbers, *others]).to("cpu", non_blocking=True), lr, waits
+        self._note, self._num_loads = note, len(others[0]) if others else 0
         self.ended = Moment(numbers.device)
 
     def read(self) -> StepStats:
         """Wait for the step; raise UserError if it, or one before it, is bad."""
         self.ended.wait()
         step, loss, norm, num_tokens, outcome, voids, *others = self._numbers.tolist()
-        scale, loads = others[:SIZE], others[SIZE:]
+        scale, loads, shares = others[:SIZE], others[SIZE:][: self._num_loads], others[SIZE + self._num_loads :]
         if outcome == Outcome.STUCK:
             raise UserError(
                 f"step {int(step)}: gradients overflowed in {MOST_VOIDS} steps in a row at the smallest loss scale, "
@@ -107,7 +111,7 @@ class PendingStats:
         outcome, bubble_s = Outcome(int(outcome)), waits.get("bubble", 0.0)
         return StepStats(
             loss, norm, self._lr, int(num_tokens), **waited, bubble_s=bubble_s, outcome=outcome, voids=int(voids),
-            scale=tuple(scale if scale[0] else ()), loads=tuple(loads),
+            scale=tuple(scale if scale[0] else ()), loads=tuple(loads), shares=tuple(shares),
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from threefold.options import option
 from trainer.config.checkpoint import CheckpointConfig as CheckpointConfig
 from trainer.config.data import DataConfig as DataConfig
 from trainer.config.data import ValidConfig as ValidConfig
+from trainer.config.fp8 import Fp8Config as Fp8Config
 from trainer.config.model import ModelConfig as ModelConfig
 from trainer.config.optim import OptimConfig as OptimConfig
 from trainer.config.parallel import ParallelConfig as ParallelConfig
@@ -34,6 +35,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     ops: OpsConfig = option(OpsConfig, "the forms that ran are recorded, and compared themselves", keeps_bits=True)
     checkpoint: CheckpointConfig = option(CheckpointConfig, "where and when state is saved", keeps_bits=True)
     log: LogConfig = option(LogConfig, "what is reported", keeps_bits=True)

@@ -8,6 +8,7 @@ from threefold.errors import UserError
 from threefold.needs import unmet
 from threefold.options import Fault
 from trainer.config import Config, OptimConfig
+from trainer.config.eight_bits import fp8_faults
 from trainer.config.resolve import (
     cuts_tokens,
     gathers_keys,
@@ -39,6 +40,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *rate_faults(config.optim, config.optim.decay_steps or config.train.train_steps),
         *state_faults(config),
         *op_faults(config),
+        *fp8_faults(config),
         *tier_faults(config),
     ]
 

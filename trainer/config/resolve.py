@@ -12,20 +12,25 @@ def resolve(config: Config, world_size: int) -> Config:
     model, parallel, train, save = config.model, config.parallel, config.train, config.checkpoint
     dp = parallel.dp or world_size // ranks_a_sample(config)
     left_open = 0.0 if save.save_interval else SAVE_INTERVAL_S
-    ffn_size = model.ffn_hidden_size or 4 * model.hidden_size
     interval_s = left_open if save.save_interval_s < 0 else save.save_interval_s
     return replace(
         config,
-        model=replace(
-            model,
-            num_kv_heads=model.num_kv_heads or model.num_heads,
-            head_size=model.head_size or model.hidden_size // model.num_heads,
-            ffn_hidden_size=ffn_size,
-            expert_ffn_hidden_size=(model.expert_ffn_hidden_size or ffn_size) if model.num_experts else 0,
-        ),
+        model=resolved_model(model),
         parallel=replace(parallel, dp=dp, dp_shard=parallel.dp_shard % dp),  # that dp itself is all of it too
         checkpoint=replace(save, save_interval_s=interval_s if save.save else 0.0),
         train=replace(train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)),
+    )
+
+
+def resolved_model(model: ModelConfig) -> ModelConfig:
+    """Return a model with the sizes that were left open (vocab_size apart)."""
+    ffn_size = model.ffn_hidden_size or 4 * model.hidden_size
+    return replace(
+        model,
+        num_kv_heads=model.num_kv_heads or model.num_heads,
+        head_size=model.head_size or model.hidden_size // model.num_heads,
+        ffn_hidden_size=ffn_size,
+        expert_ffn_hidden_size=(model.expert_ffn_hidden_size or ffn_size) if model.num_experts else 0,
     )
 
 

@@ -52,16 +52,18 @@ class _Linear(torch.autograd.Function):
         ctx: Any, saved: Tensor, weight: Weight, bias: Weight | None, make_x: MakeX | None, gather: TokenCut | None,
         scatter: TokenCut | None,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(saved)
         ctx.weight, ctx.bias, ctx.make_x, ctx.epoch = weight, bias, make_x, weight.epoch
         ctx.gather, ctx.scatter = gather, scatter
         x_TK = saved if make_x is None else make_x.forward(saved)
         gemm, num_rows, offsets = weight.gemm, weight.shape[0], None if bias is None else bias.values
         if gather is None and scatter is None:
-            return gemm.forward(x_TK, offsets)
+            x = gemm.take(x_TK, keeps=make_x is None)
+            ctx.save_for_backward(*(gemm.keep(x) if make_x is None else (saved,)))
+            return gemm.forward(x, offsets)
+        ctx.save_for_backward(saved)
 
         def multiply(x_TK: Tensor, out_TN: Tensor) -> None:
-            gemm.forward(x_TK, offsets, out=out_TN)
+            gemm.forward(gemm.take(x_TK), offsets, out=out_TN)
 
         if scatter is not None:
             return scatter.start_sum(x_TK, num_rows, multiply).wait()
@@ -73,30 +75,34 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-        (x_TK,) = ctx.saved_tensors
+        tensors = ctx.saved_tensors
         weight, gather, scatter = ctx.weight, ctx.gather, ctx.scatter
         weight.check(ctx.epoch)
         gemm, num_columns = weight.gemm, weight.shape[1]
+        shared: list[Any] = []  # of dy, or of its parts
         if gather is not None or scatter is not None:
             dy_TN = dy_TN.contiguous()
 
         def multiply(dy_TN: Tensor, out_TK: Tensor) -> None:
-            gemm.dgrad(dy_TN, out=out_TK)
+            shared.append(gemm.share(dy_TN))
+            gemm.dgrad(shared[-1], out=out_TK)
 
         if gather is not None:
-            gathering = gather.group.start_gather(x_TK)  # beside the product for dx
+            gathering = gather.group.start_gather(tensors[0])  # beside the product for dx
             sums = gather.start_sum(dy_TN, num_columns, multiply)  # and the last sum beside those for the gradients
-            x_TK = gathering.wait()
+            tensors = (gathering.wait(),)
         elif scatter is not None:
             dx = dy_TN.new_empty(scatter.group.size * len(dy_TN), num_columns)
             dy_TN = scatter.multiply_and_gather(dy_TN, dx, multiply)
         else:
-            dx = gemm.dgrad(dy_TN)
+            shared.append(gemm.share(dy_TN))
+            dx = gemm.dgrad(shared[0])
         if ctx.make_x is not None:
             (saved,) = ctx.saved_tensors
             dx, x_TK = ctx.make_x.backward(dx, saved.detach())
             torch.autograd.graph.increment_version(saved)  # so that a second backward is refused
-        gemm.wgrad(dy_TN, x_TK)
+            tensors = (x_TK,)
+        gemm.wgrad(shared[0] if len(shared) == 1 else gemm.share(dy_TN), gemm.retake(*tensors))
         if ctx.bias is not None:
             ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
         if gather is not None:

@@ -9,6 +9,7 @@ without a count of what came before it.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,55 @@ Product = Callable[[], object]
 MAX_ROWS = 8192
 
 
+class Products(Protocol):
+    """The products of one weight W [N, K] for T tokens: each number format has its own.
+
+    `Fp8Gemm` says what is between the steps: here they hand the tensors themselves on.
+    """
+
+    def take(self, x_TK: Tensor, *, keeps: bool = False) -> Any:
+        """Return what `forward` reads of x, and if it `keeps` it what `keep` does."""
+
+    def keep(self, x: Any) -> tuple[Tensor, ...]:
+        """Return the tensors to keep for `wgrad`."""
+
+    def retake(self, *tensors: Tensor) -> Any:
+        """Return what `wgrad` reads, from what `keep` returned or from x itself."""
+
+    def share(self, dy_TN: Tensor) -> Any:
+        """Return what `dgrad` and `wgrad` read of dy."""
+
+    def forward(self, x: Any, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Return x W^T + b, [T, N], in `out` if there is one."""
+
+    def dgrad(self, dy: Any, *, out: Tensor | None = None) -> Tensor:
+        """Return dy W, [T, K], in `out` if there is one."""
+
+    def wgrad(self, dy: Any, x: Any, *, ends: bool = True) -> None:
+        """Add dy^T x to the weight's gradient, now or when the schedule makes it; `ends` as for `Weight`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """The products of one weight W [N, K] for T tokens: another number format is another object of this form."""
+    """The products in the dtype of the weight itself."""
 
     weight: "Weight"
+
+    def take(self, x_TK: Tensor, *, keeps: bool = False) -> Tensor:
+        """Return x."""
+        return x_TK
+
+    def keep(self, x_TK: Tensor) -> tuple[Tensor, ...]:
+        """Return x alone."""
+        return (x_TK,)
+
+    def retake(self, *tensors: Tensor) -> Tensor:
+        """Return x."""
+        return tensors[0]
+
+    def share(self, dy_TN: Tensor) -> Tensor:
+        """Return dy."""
+        return dy_TN
 
     def forward(self, x_TK: Tensor, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return x W^T + b, [T, N], in `out` if there is one."""
@@ -137,7 +182,7 @@ class Weight:
         self._values, self._gradient, self._contributes = values, gradient, contributes
         self._wgrads, self._access, self._at_end = wgrads or Wgrads(), access or Access(), at_end
         self._is_first, self._num_ended, self._ends_each_pass = True, 0, ends_each_pass
-        self.gemm = Gemm(self)
+        self.gemm: Products = Gemm(self)
 
     def show(self, *, values: Tensor | None = None, gradient: Tensor | None = None) -> None:
         """Let the values, or the gradient, be a part of a flat buffer from now on."""
@@ -151,6 +196,11 @@ class Weight:
         """Return the live values, which are up to date within a pass of the unit."""
         assert self._access.reads, f"{self.name} was read outside of the passes of its unit"
         return self._values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the values."""
+        return self._values.dtype
 
     @property
     def is_late(self) -> bool:

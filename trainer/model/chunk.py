@@ -6,10 +6,12 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, gathers_keys
+from trainer.linear.fp8 import CastCounts
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.balance import Balance
 from trainer.model.block import Block
 from trainer.model.embedding import anchor, embed_tokens, lookup
+from trainer.model.fp8 import multiply_in_eight_bits
 from trainer.model.head import Head
 from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
@@ -33,6 +35,7 @@ class Chunk:
         mesh: ProcessMesh,
         choices: OpChoices,
         balance: Balance,
+        casts: CastCounts,
         stage: int,
     ) -> None:
         self.config = config
@@ -47,7 +50,9 @@ class Chunk:
             self.embed = before.weight("embed.weight")
             self.positions = before.weight_if_any("pos.weight")
         self.blocks = list[Block]()
-        for place, number in enumerate(stage_ranges(config, store.table, num_stages)[stage]):
+        layers = stage_ranges(config, store.table, num_stages)[stage]
+        multiply_in_eight_bits(config, mesh, store, casts, layers)
+        for place, number in enumerate(layers):
             again = Recompute.of_layer(config.train, place)
             block = Block(model, store, number, cuts, choices, before, again, balance)
             self.blocks.append(block)

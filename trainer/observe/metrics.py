@@ -57,6 +57,8 @@ class StepMetrics:
     rank_rows: float | None = None  # the most rows that a micro-batch needed on a rank, over the mean
     loss_scale: float | None = None  # of fp16, behind the step
     void_steps: int | None = None  # of fp16, up to and with this one: they changed nothing
+    fp8_saturated: tuple[float, ...] | None = None  # of each layer, the share of values that are the largest of fp8
+    fp8_zero: tuple[float, ...] | None = None  # and of those that are zero in fp8 alone; None if they were not counted
 
     def console(self, train_steps: int, left_s: float) -> str:
         """Return the line for people; `left_s` is how long the steps that are left will take."""

@@ -96,6 +96,11 @@ class ParameterStore:
         """Return a unit of the model, which asks for its weights; no two have one name."""
         return Unit(name, self._found.get, self.wgrads, reads_backward=reads_backward)
 
+    @property
+    def weights(self) -> list[Weight]:
+        """Return the handles of all weights of this rank."""
+        return [weight for weight, _ in self._found.values()]
+
     def _end(self, bucket: Bucket) -> None:
         """Begin the sum of a bucket if all its gradients are in, those of a pass if they are cut.
 
@@ -180,8 +185,7 @@ class ParameterStore:
             for bucket in self.buckets:
                 bucket.start_inner_gather()
         self.parameter_leases.forget()
-        for weight, _ in self._found.values():
-            weight.epoch += 1
+        self._count_update()
         if not self.options.overlaps_gather:
             self.join()
 
@@ -210,7 +214,13 @@ class ParameterStore:
             bucket.publish_masters()
             bucket.start_gather()
         self.parameter_leases.forget()
+        self._count_update()
         self.join()
+
+    def _count_update(self) -> None:
+        """Let what was made of the values before be out of date."""
+        for weight in self.weights:
+            weight.epoch += 1
 
     # --- initial values
 
@@ -229,3 +239,4 @@ class ParameterStore:
                         part = whole[segment.start : segment.stop]
                         tensor[segment.offset :][: len(part)].copy_(part)
             bucket.publish_masters()
+        self._count_update()

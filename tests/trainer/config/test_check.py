@@ -27,6 +27,7 @@ TABLES = {
     tables.ValidConfig: "data.valid",
     tables.OptimConfig: "optim",
     tables.TrainConfig: "train",
+    tables.Fp8Config: "fp8",
     tables.OpsConfig: "ops",
     tables.CheckpointConfig: "checkpoint",
     tables.LogConfig: "log",
@@ -84,13 +85,16 @@ def mode(name: str, folder: Path, tmp_path: Path) -> dict[str, object]:
         "packed": {"data.packing": "best_fit", "data.document_mask": "true"},
         "repeated": {"parallel.zero_stage": 0},
         "bf16": {"train.precision": "bf16"},
+        "fp8": {"fp8.recipe": "rowwise", "train.precision": "bf16"},
         "long": {"model.rope_scaling": "llama3", "model.rope_factor": 8},
     }[name]
 
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rows", "learned", "blocks", "megatron", "url", "packed", "repeated", "bf16", "long"])
+@pytest.mark.parametrize(
+    "name", ["rows", "learned", "blocks", "megatron", "url", "packed", "repeated", "bf16", "long", "fp8"]
+)
 def test_an_option_is_read_or_refused(
     name: str, job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,142 @@
+"""Which weights are multiplied in eight bits: the same ones under every layout, or the layout is refused."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from threefold.options import Fault
+from trainer.config import Config
+from trainer.config.resolve import gathers_keys, has_experts, resolved_model, row_lengths
+
+FUSED = (("q", "k", "v"), ("gate", "up"))  # one matrix for the arithmetic, so all of it or none is in eight bits
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The weight of a linear within a block, [out, in], and the sides of a rank's part of it."""
+
+    name: str
+    shape: tuple[int, int]
+    own: tuple[int, int]
+
+
+def linears_of(config: Config, layer: int) -> Iterator[list[Linear]]:
+    """Yield the linears of a block: attention's and those of its MLP, or of shared experts; fused ones together."""
+    model, tp = resolved_model(config.model), config.parallel.tp
+    hidden, queries, keys = model.hidden_size, model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+
+    def column(name: str, size: int, parts: int = tp) -> Linear:
+        return Linear(f"layers.{layer}.{name}.weight", (size, hidden), (size // parts, hidden))
+
+    def row(name: str, size: int) -> Linear:
+        return Linear(f"layers.{layer}.{name}.weight", (hidden, size), (hidden, size // tp))
+
+    kv_parts = min(tp, model.num_kv_heads)
+    yield [column("attn.q", queries), column("attn.k", keys, kv_parts), column("attn.v", keys, kv_parts)]
+    yield [row("attn.out", queries)]
+    prefix, size = "mlp", model.ffn_hidden_size
+    if has_experts(model, layer):
+        prefix, size = "mlp.shared", model.num_shared_experts * model.expert_ffn_hidden_size
+    if size:
+        names = FUSED[1] if model.activation == "swiglu" else ("up",)
+        yield [column(f"{prefix}.{name}", size) for name in names]
+        yield [row(f"{prefix}.down", size)]
+
+
+def eight_bit_names(config: Config) -> set[str]:
+    """Return the names of the weights in eight bits."""
+    if config.fp8.recipe == "off":
+        return set()
+    return {linear.name for group in _groups(config) if _why_left(config, group) is None for linear in group}
+
+
+def left_weights(config: Config) -> list[str]:
+    """Return each kind of weight that stays as it is, with the reason: `attn.q 24 x 40 is off 16`."""
+    if config.fp8.recipe == "off":
+        return []
+    reasons = [(group[0].name, reason) for group in _groups(config) if (reason := _why_left(config, group))]
+    return list(dict.fromkeys(f"{name.split('.', 2)[2].removesuffix('.weight')} {reason}" for name, reason in reasons))
+
+
+def fp8_faults(config: Config) -> Iterator[Fault]:
+    """Yield faults in the products in eight bits: other precisions, patterns that fit nothing, parts that are off."""
+    fp8, parallel = config.fp8, config.parallel
+    if fp8.recipe == "off" or config.model.hidden_size % config.model.num_heads:
+        return
+    if config.train.precision == "fp16":
+        text = f"fp8.recipe {fp8.recipe} has the range of bf16 beside it, and train.precision is fp16: --bf16"
+        yield {"fp8.recipe", "train.precision"}, text
+    if parallel.tp_overlap_parts > 1 and parallel.tp > 1:
+        text = f"parallel.tp_overlap_parts {parallel.tp_overlap_parts} is for wider products than fp8.recipe "
+        yield {"fp8.recipe", "parallel.tp_overlap_parts"}, f"{text}{fp8.recipe}: --tp-overlap-parts 1"
+    groups = list(_groups(config))
+    names = [linear.name for group in groups for linear in group]
+    for pattern in fp8.skip:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            text = f"fp8.skip {pattern} fits no weight of a linear in blocks; their names are such as {names[0]}"
+            yield {"fp8.skip", "model.num_layers"}, text
+    off = [
+        linear for group in groups if _why_left(config, group) is None for linear in group if _is_off(config, linear)
+    ]
+    if off:
+        shape, size = "{} x {}".format(*off[0].own), fp8.size
+        text = (
+            f"{off[0].name} is {shape} on each of parallel.tp {parallel.tp} ranks, and fp8.recipe {fp8.recipe} takes "
+        )
+        text += f"multiples of {size}"
+        yield {"fp8.recipe", "parallel.tp", *_sides(off[0])}, f"{text}: {_way(config, off[0])}"
+    yield from _token_faults(config)
+
+
+def _token_faults(config: Config) -> Iterator[Fault]:
+    """Yield a fault if a rank's tokens of a micro-batch, over which gradients of weights are summed, are off."""
+    fp8, parallel = config.fp8, config.parallel
+    if fp8.wgrad != "fp8":
+        return
+    is_tiled = fp8.recipe == "blockwise"
+    num_parts = parallel.cp * (2 if gathers_keys(config) else 1)
+    for length in row_lengths(config):
+        runs = (
+            config.train.micro_batch_size * length // parallel.cp
+            if num_parts == 1 or not is_tiled
+            else (length // num_parts)
+        )
+        if runs % fp8.size:
+            text = f"fp8.wgrad fp8 sums over {runs} tokens of a rank, and fp8.recipe {fp8.recipe} takes multiples of "
+            names = {"fp8.wgrad", "fp8.recipe", "train.micro_batch_size", "train.seq_length", "parallel.cp"}
+            yield names, f"{text}{fp8.size}: --fp8.wgrad bf16"
+            return
+
+
+def _groups(config: Config) -> Iterator[list[Linear]]:
+    for layer in range(config.model.num_layers):
+        yield from linears_of(config, layer)
+
+
+def _why_left(config: Config, group: list[Linear]) -> str | None:
+    """Return why the weights of a matrix stay as they are, None if they do not."""
+    size = config.fp8.size
+    for linear in group:
+        if any(side % size for side in linear.shape):
+            return "{} x {} is off {}".format(*linear.shape, size)
+    patterns = [pattern for pattern in config.fp8.skip if any(fnmatchcase(each.name, pattern) for each in group)]
+    return f"is left by fp8.skip {patterns[0]}" if patterns else None
+
+
+def _is_off(config: Config, linear: Linear) -> bool:
+    return any(side % config.fp8.size for side in linear.own)
+
+
+def _sides(linear: Linear) -> set[str]:
+    if ".attn." in linear.name:
+        return {"model.num_heads", "model.num_kv_heads", "model.head_size", "model.hidden_size"}
+    return {"model.ffn_hidden_size", "model.expert_ffn_hidden_size"}
+
+
+def _way(config: Config, linear: Linear) -> str:
+    """Return what to change: a size of the MLP that fits, or weights that stay as they are."""
+    model, unit = config.model, config.fp8.size * config.parallel.tp
+    if ".mlp." in linear.name and not has_experts(model, int(linear.name.split(".")[1])):
+        size = resolved_model(model).ffn_hidden_size
+        return f"--model.ffn-hidden-size {-(-size // unit) * unit}"
+    return f'--fp8.skip "*.{linear.name.split(".", 2)[2]}"'
