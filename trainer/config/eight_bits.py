@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from threefold.options import Fault
 from trainer.config import Config
-from trainer.config.resolve import gathers_keys, has_experts, resolved_model, row_lengths
+from trainer.config.resolve import cuts_tokens, gathers_keys, has_experts, resolved_model, row_lengths
 
 FUSED = (("q", "k", "v"), ("gate", "up"))  # one matrix for the arithmetic, so all of it or none is in eight bits
 
@@ -48,6 +48,21 @@ def eight_bit_names(config: Config) -> set[str]:
     if config.fp8.recipe == "off":
         return set()
     return {linear.name for group in _groups(config) if _why_left(config, group) is None for linear in group}
+
+
+def keeps_columns(config: Config, *, experts: bool) -> int:
+    """Return how many inputs of linears a layer keeps in eight bits alone: of q, k and v, and of gate and up.
+
+    They are kept for gradients of weights that are products in eight bits, and not where tokens are cut over tp, or
+    something is made again.
+    """
+    if config.fp8.wgrad != "fp8" or config.train.recompute != "none" or cuts_tokens(config):
+        return 0
+    names = eight_bit_names(config)
+    layers = [layer for layer in range(config.model.num_layers) if has_experts(config.model, layer) == experts]
+    inputs = ("attn.q",) if experts else ("attn.q", "mlp.up")
+    number = sum(f"layers.{layer}.{name}.weight" in names for layer in layers for name in inputs)
+    return number // max(len(layers), 1)
 
 
 def left_weights(config: Config) -> list[str]:

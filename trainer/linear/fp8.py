@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from trainer.config import Fp8Config
-from trainer.linear.weight import Weight, add_or_write, add_product
+from trainer.linear.weight import Weight, add_product
 from trainer.mesh.group import Group
 from trainer.ops.fp8 import Maxima, Quantised, Scaling, maxima, quantise
 
@@ -191,15 +191,14 @@ class Fp8Gemm:
 
     def forward(self, x: Copies, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return x W^T + b, [T, N], in `out` if there is one."""
-        y_TN = product(x.rows, self._of_epoch(columns=False), self.weight.dtype, is_fast=True)
+        y_TN = product(x.rows, self._of_epoch(columns=False), self.weight.dtype, is_fast=True, out=out)
         if bias_N is not None:
             y_TN += bias_N
-        return y_TN if out is None else out.copy_(y_TN)
+        return y_TN
 
     def dgrad(self, dy: Copies, *, out: Tensor | None = None) -> Tensor:
         """Return dy W, [T, K], in `out` if there is one."""
-        dx_TK = product(dy.rows, self._of_epoch(columns=True), self.weight.dtype)
-        return dx_TK if out is None else out.copy_(dx_TK)
+        return product(dy.rows, self._of_epoch(columns=True), self.weight.dtype, out=out)
 
     def wgrad(self, dy: Copies, x: Copies, *, ends: bool = True) -> None:
         """Add dy^T x to the weight's gradient, now or when the schedule makes it."""
@@ -208,9 +207,14 @@ class Fp8Gemm:
             self.weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first), ends=ends)
             return
         dy_NT, x_KT = dy.columns, x.columns
-        self.weight.add_gradient(
-            lambda out, first: add_or_write(product(dy_NT, x_KT, out.dtype))(out, first), ends=ends
-        )
+
+        def add(out: Tensor, first: bool) -> None:
+            if first:
+                product(dy_NT, x_KT, out.dtype, out=out)
+            else:
+                out += product(dy_NT, x_KT, out.dtype)
+
+        self.weight.add_gradient(add, ends=ends)
 
     def _cast_x(self, x_TK: Tensor, *, rows: bool, columns: bool) -> tuple[Quantised | None, Quantised | None]:
         over = self.sums, self.recipe.tokens
@@ -230,25 +234,28 @@ class Fp8Gemm:
         return copies.columns if columns else copies.rows
 
 
-def product(a: Quantised | None, b: Quantised | None, dtype: torch.dtype, *, is_fast: bool = False) -> Tensor:
-    """Return a b^T, [M, N], of factors [M, K] and [N, K] in a dtype; `is_fast` sums less exactly where that pays."""
+def product(
+    a: Quantised | None, b: Quantised | None, dtype: torch.dtype, *, is_fast: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Return a b^T, [M, N], of factors [M, K] and [N, K] in a dtype, in `out` if there is one.
+
+    `is_fast` sums less exactly where that pays.
+    """
     assert a is not None, "this copy was asked for"
     assert b is not None, "this copy was asked for"
     if not a.values_RC.is_cuda or dtype == torch.float64:
-        return (a.wide(torch.float64) @ b.wide(torch.float64).t()).to(dtype)
+        y_MN = (a.wide(torch.float64) @ b.wide(torch.float64).t()).to(dtype)
+        return y_MN if out is None else out.copy_(y_MN)
     values_MK, of_a, num_rows = a.values_RC, a.scales, len(a.values_RC)
     if missing := -num_rows % ROWS:
         values_MK = F.pad(values_MK.view(torch.uint8), (0, 0, 0, missing)).view(values_MK.dtype)
         if a.scaling != "tensor":
             of_a = F.pad(of_a.t(), (0, missing), value=1.0).contiguous().t()
-    y_MN = F.scaled_mm(
-        values_MK,
-        b.values_RC.t(),
-        of_a,
-        RECIPES[a.scaling],
-        b.scales if b.scaling == "tile" else b.scales.t(),
-        RECIPES[b.scaling],
-        output_dtype=dtype,
-        use_fast_accum=is_fast and a.scaling == "row",
-    )
-    return y_MN[:num_rows]
+    of_b = b.scales if b.scaling == "tile" else b.scales.t()
+    recipes = [RECIPES[factor.scaling].value for factor in (a, b)]
+    arguments = values_MK, b.values_RC.t(), [of_a], recipes[:1], [], [of_b], recipes[1:], [], None, dtype, []
+    fast = {"use_fast_accum": is_fast and a.scaling == "row"}
+    if out is None or missing:
+        y_MN = torch.ops.aten._scaled_mm_v2(*arguments, **fast)[:num_rows]
+        return y_MN if out is None else out.copy_(y_MN)
+    return torch.ops.aten._scaled_mm_v2.out(*arguments, **fast, out=out)  # F.scaled_mm, which has no `out`

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit import rank_stages
 from trainer.config import Config
+from trainer.config.eight_bits import keeps_columns
 from trainer.config.resolve import cuts_tokens, gathers_keys, has_experts, layout_of, longest_row, schedule_of
 from trainer.engine import DTYPES
 from trainer.model.recompute import Recompute
@@ -81,7 +82,7 @@ class Sizes:
     `qkv` all between the first norm and attention, `result` that of attention with its lse, `moved` what an exchange
     makes of it, `packed` what the nonlinearity reads, `product` what it makes, `turns` the angles. With experts
     `routes` are scores, rows' numbers and weights, `rows` is as wide as the stream with a row for each expert of a
-    token.
+    token. Inputs that are kept in eight bits take `spared` less.
     """
 
     stream: int
@@ -99,6 +100,7 @@ class Sizes:
     layer_until_w: int
     routes: int = 0
     rows: int = 0
+    spared: int = 0
 
     @classmethod
     def of(cls, config: Config, *, experts: bool = False) -> "Sizes":
@@ -126,9 +128,10 @@ class Sizes:
         if experts:
             product += model.expert_ffn_hidden_size // (1 if borrows_tp else tp) * num_rows * itemsize
         packed = product * (2 if model.activation == "swiglu" else 1)
+        narrow = config.fp8.wgrad == "fp8"
         # inputs and output gradients of the linears; the gradients of biases that are added after a sum
         until_w = 4 * whole_stream + 2 * queries + 2 * keys + packed + product
-        until_w += 2 * stream * (model.bias and cuts_tokens(config))
+        until_w = (until_w // itemsize if narrow else until_w) + 2 * stream * (model.bias and cuts_tokens(config))
         return cls(
             stream, whole_stream,
             numbers=count * num_own * wide if config.ops.norm == "csrc" else 0,
@@ -144,6 +147,7 @@ class Sizes:
             layer_until_w=until_w,
             routes=num_rows * (8 + wide) + num_own * 2 * model.num_experts * wide if experts else 0,
             rows=num_rows * model.hidden_size * itemsize,
+            spared=keeps_columns(config, experts=experts) * (stream - stream // itemsize),
         )  # fmt: skip
 
     def head_of(self, config: Config) -> int:
@@ -165,4 +169,5 @@ class Sizes:
             return self.stream + self.result * again.keeps_attention + self.routes
         norm = self.stream if again.modules else 2 * self.stream + self.numbers
         attention = 0 if "attention" in again.modules else self.qkv + self.result + self.moved
-        return 2 * norm + attention + self.routes + (0 if "mlp" in again.modules else self.packed)
+        spared = 0 if again.modules else self.spared
+        return 2 * norm - spared + attention + self.routes + (0 if "mlp" in again.modules else self.packed)

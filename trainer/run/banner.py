@@ -9,6 +9,7 @@ from ckptkit import Retention, Tiers
 from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config, TrainConfig
+from trainer.config.eight_bits import eight_bit_names, left_weights
 from trainer.config.resolve import cuts_tokens, has_experts, layer_windows, layout_of, longest_row, row_lengths
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
@@ -64,6 +65,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         *(("fetched", line) for line in blend.notes),
         ("device", f"{device_name(device)}, {train.precision}"),
         *(("loss scale", text) for text in scale_text(train)),
+        *(("fp8", text) for text in fp8_text(config)),
         *(("queues", text) for text in [queues_text(config, device)] if text),
     ]
     return facts + kept(tiers, config.checkpoint)
@@ -94,6 +96,19 @@ def scale_text(train: TrainConfig) -> Iterator[str]:
     for scale in scales:
         if math.frexp(scale)[0] != 0.5:
             yield f"warning: {scale:,.15g} is not a power of two, so that scaling rounds gradients"
+
+
+def fp8_text(config: Config) -> Iterator[str]:
+    """Yield which products are in eight bits, and which weights of linears in blocks are left, if any are."""
+    fp8 = config.fp8
+    if fp8.recipe == "off":
+        return
+    names = eight_bit_names(config)
+    gradients = (
+        f"in {fp8.grad_format}, those of weights too" if fp8.wgrad == "fp8" else f"of inputs in {fp8.grad_format}"
+    )
+    yield f"{fp8.recipe}: {len(names)} weights in e4m3, gradients {gradients}"
+    yield from (f"left as it is: {text}" for text in left_weights(config))
 
 
 def experts_text(config: Config) -> Iterator[str]:

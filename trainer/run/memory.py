@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from ckptkit import Coords
 from trainer.config import Config
+from trainer.config.eight_bits import eight_bit_names
 from trainer.config.resolve import keeps_gathered, kv_replicas, layout_of
 from trainer.engine import DTYPES
 from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed, nested
@@ -19,7 +20,7 @@ from trainer.run.activations import activation_bytes
 from trainer.run.temporaries import temporary_bytes
 from trainer.store.leases import LEASES, num_leased
 from trainer.store.optimizers import OPTIMIZERS
-from trainer.store.plan import plan_buckets
+from trainer.store.plan import ParameterRun, plan_buckets
 
 MIB = 1 << 20
 CONTEXT_BYTES = 640 * MIB  # CUDA's context with the kernels that a run loads, and cuBLAS's workspaces
@@ -37,6 +38,7 @@ class RankMemory:
     leases: int
     activations: int
     temporaries: int
+    copies: int = 0
     groups: int = 0
     context: int = 0
 
@@ -53,7 +55,7 @@ class RankMemory:
     @property
     def parts(self) -> dict[str, int]:
         """Return the bytes of each part that takes any, by what it is."""
-        names = {"groups": "NCCL buffers", "context": "CUDA context"}
+        names = {"copies": "weights in eight bits", "groups": "NCCL buffers", "context": "CUDA context"}
         return {names.get(name, name): size for name, size in asdict(self).items() if size}
 
     def __str__(self) -> str:
@@ -110,9 +112,16 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
         leases=of_parameters * dtype.itemsize + of_gradients * wide.itemsize,
         activations=activation_bytes(config, pp),
         temporaries=temporary_bytes(config, pp),
+        copies=copy_bytes(config, runs),
         groups=group_bytes(groups, layout.rank(Coords(pp=pp)), used, most_peers) if is_gpu else 0,
         context=CONTEXT_BYTES if is_gpu else 0,
     )
+
+
+def copy_bytes(config: Config, runs: Sequence[ParameterRun]) -> int:
+    """Return what weights in eight bits take, as they are and transposed; those that dp cuts are cast at each use."""
+    names = eight_bit_names(config) if config.parallel.zero_stage < 3 else set()
+    return sum(2 * run.numel for run in runs if run.names[0] in names)
 
 
 def group_bytes(

@@ -66,6 +66,15 @@ def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:
         forward += sizes.rows
         narrow += sizes.rows + sizes.packed * own + sizes.product
         widen += sizes.rows + sizes.packed
+    if config.fp8.recipe != "off":  # what is multiplied, as it is and for gradients of weights transposed
+        itemsize = DTYPES[config.train.precision].itemsize
+        is_narrow = config.fp8.wgrad == "fp8"
+        forward += sizes.product // itemsize
+        narrow += (1 + is_narrow) * whole // itemsize + is_narrow * sizes.product // itemsize
+        widen += ((1 + is_narrow) * sizes.packed + is_narrow * whole) // itemsize
+        if is_narrow and config.train.gradient_accumulation_steps > 1:  # a product that is added behind it
+            parts = 2 if config.model.activation == "swiglu" else 1
+            widen += parts * config.model.ffn_hidden_size // config.parallel.tp * config.model.hidden_size * 4
     # attention's backward, while a layer that is made again as a whole has gate and up still
     freed = 0 if again.is_full else norm + sizes.packed * (not makes_mlp)
     kernel = sizes.queries + sizes.heads + sizes.sums_of(config)  # the gradients of its result, q, k and v

@@ -10,14 +10,16 @@ import torch
 from tests.trainer.run.test_activations import MODELS, Born, graph_bytes
 from tests.trainer.support.parity import make_engine
 from tests.trainer.support.threads import run_threads
-from trainer.config import Config
+from trainer.config import Config, Fp8Config
 from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from
 from trainer.engine import Engine
-from trainer.linear import weight
+from trainer.linear import fp8, weight
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
+from trainer.ops.fp8 import Quantised, Scaling
 from trainer.run.activations import CHOICES, Sizes, activation_bytes
+from trainer.run.memory import rank_memory
 from trainer.run.stage_times import random_batch
 from trainer.run.temporaries import temporary_bytes
 
@@ -118,3 +120,32 @@ def share_of_rank(rank: int, config: Config, *, network: Network) -> float:
 def test_a_rank_of_two_takes_what_is_counted(choice: str, cuts_tokens: str) -> None:
     config = config_of("llama", CHOICES[choice], {"tp": 2, "sequence_parallel": cuts_tokens})
     assert run_threads(2, share_of_rank, config) == [pytest.approx(1.03, abs=0.11)] * 2
+
+
+def cast(
+    x_RC: torch.Tensor, scaling: Scaling, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
+) -> tuple[Quantised | None, Quantised | None]:
+    """The results of a cast without what its reference takes besides."""
+    return (
+        Quantised(torch.empty_like(x_RC, dtype=dtype), torch.ones(1), scaling) if rows else None,
+        Quantised(torch.empty(x_RC.shape[::-1], dtype=dtype), torch.ones(1), scaling) if columns else None,
+    )
+
+
+def product(a: Quantised, b: Quantised, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+    """The result of a product alone, and nothing of one that is written elsewhere."""
+    return torch.empty(len(a.values_RC), len(b.values_RC) * (dtype == torch.bfloat16), dtype=dtype)
+
+
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
+@pytest.mark.parametrize("choice", ["none", "full", "selective of mlp"])
+def test_passes_in_eight_bits_take_what_is_counted(choice: str, wgrad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "quantise", cast)
+    monkeypatch.setattr(fp8, "product", product)
+    monkeypatch.setattr(fp8, "add_product", lambda out, dy, x, first: out.zero_())
+    config = config_of("llama", CHOICES[choice], {}, num_kv_heads=2)
+    config = replace(config, fp8=Fp8Config(recipe="tensorwise", wgrad=wgrad))  # type: ignore[arg-type]
+    engine = Engine(config, ProcessMesh(layout_of(config), 0, torch.device("cpu"), timeout_s=60))
+    weights = rank_memory(config, 0).copies  # which the first pass makes
+    assert (activation_bytes(config, 0) + weights) / graph_bytes(engine) == pytest.approx(1, abs=0.03)
+    assert share_of_peak(engine) == pytest.approx(1.01, abs=0.06)
