@@ -11,6 +11,7 @@ from tests.support.checks import Different, require_equal
 from tests.trainer.support.context_faults import CONTEXT_FAULTS, CP
 from tests.trainer.support.experts import compare_experts
 from tests.trainer.support.faults import DP, FAULTS, GROUPS, PP, TP, Fault
+from tests.trainer.support.fp8_faults import FP8_FAULTS
 from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.holder_faults import HOLDER_FAULTS
 from tests.trainer.support.lease_faults import LEASE_FAULTS
@@ -50,6 +51,7 @@ ALL_FAULTS = [
     *RECOMPUTE_FAULTS,
     *VOID_FAULTS,
     *SCALE_FAULTS,
+    *FP8_FAULTS,
     *MOE_FAULTS,
 ]
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)

@@ -1,54 +1,17 @@
 """Products in eight bits: the same numbers under every layout, schedule and recompute."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.parity import assert_parity, config_for, local_batch, make_engine, run_steps
+from tests.trainer.support.fp8 import RECIPES, eight_bits
+from tests.trainer.support.fp8_faults import compare_copies, compare_names, compare_products, compare_spoilt
+from tests.trainer.support.parity import assert_parity, local_batch, make_engine, run_steps
 from tests.trainer.support.threads import run_threads
-from trainer.config import Config, Fp8Config, ModelConfig
-from trainer.config.check import cross_faults
-from trainer.config.resolve import resolve
-
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=256,
-    num_heads=4,
-    num_kv_heads=4,
-    head_size=64,
-    ffn_hidden_size=256,
-    vocab_size=61,
-    round_vocab_to=1,
-    qk_norm=True,
-)
-BATCH = {"seq_length": 256, "global_batch_size": 4}
-RECIPES = ("tensorwise", "rowwise", "blockwise")
-
-
-def eight_bits(
-    recipe: str,
-    layout: ParallelLayout | None = None,
-    *,
-    fp8: dict[str, Any] | None = None,
-    train: dict[str, Any] | None = None,
-    precision: str = "fp64",
-    **parallel: Any,
-) -> Config:
-    """A run whose parts of weights, and tokens of a rank, are multiples of 128."""
-    layout = layout or ParallelLayout()
-    config = config_for("llama", layout, precision=precision)
-    config = replace(
-        config,
-        model=MODEL,
-        parallel=replace(config.parallel, **parallel),
-        train=replace(config.train, gradient_accumulation_steps=0, **{**BATCH, **(train or {})}),
-        fp8=Fp8Config(recipe=recipe, **{"wgrad": "fp8", **(fp8 or {})}),
-    )
-    assert cross_faults(config, layout.world_size) == []
-    return resolve(config, layout.world_size)
-
+from trainer.config import Fp8Config
 
 LAYOUTS = {
     "tp2": (ParallelLayout(tp=2), {}),
@@ -63,7 +26,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("fp8", [{}, {"wgrad": "bf16"}], ids=["narrow", "wide"])
+@pytest.mark.parametrize("fp8", [{"pow2_scale": False}, {"wgrad": "bf16"}], ids=["narrow", "wide"])
 def test_layouts_have_the_numbers_of_one_process(recipe: str, fp8: dict[str, Any]) -> None:
     reference = run_steps(0, eight_bits(recipe, fp8=fp8), 2)
     for layout, parallel in LAYOUTS.values():
@@ -106,6 +69,13 @@ def test_schedules_and_recompute_change_no_bit(recipe: str) -> None:
     reference = run({}, {})
     for name, (parallel, train) in SAME.items():
         assert run(parallel, train) == reference, name
+
+
+@pytest.mark.parametrize(
+    "shows", [compare_products, compare_spoilt, compare_copies, compare_names], ids=lambda shows: shows.__name__
+)
+def test_without_a_fault_they_pass(shows: Callable[[], None]) -> None:
+    shows()
 
 
 def test_shares_of_values_are_counted_in_some_steps() -> None:

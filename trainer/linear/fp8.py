@@ -12,7 +12,7 @@ others, 2022 (arXiv 2209.05433); tiles and blocks: DeepSeek-V3 (arXiv 2412.19437
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -253,7 +253,7 @@ def product(
             of_a = F.pad(of_a.t(), (0, missing), value=1.0).contiguous().t()
     of_b = b.scales if b.scaling == "tile" else b.scales.t()
     recipes = [RECIPES[factor.scaling].value for factor in (a, b)]
-    arguments = values_MK, b.values_RC.t(), [of_a], recipes[:1], [], [of_b], recipes[1:], [], None, dtype, []
+    arguments: Any = values_MK, b.values_RC.t(), [of_a], recipes[:1], [], [of_b], recipes[1:], [], None, dtype, []
     fast = {"use_fast_accum": is_fast and a.scaling == "row"}
     if out is None or missing:
         y_MN = torch.ops.aten._scaled_mm_v2(*arguments, **fast)[:num_rows]
