@@ -41,6 +41,7 @@ KINDS = {  # the first whose pattern is in a kernel's name
     "transfers": r"nccl",
     "attention": r"cudnn|flash|fmha",
     "gradients of experts": r"add_products",
+    "casts to eight bits": r"op_fp8_copy|largest_of",
     "rows of experts": r"gather_rows|combine_rows|place_rows|count_rows|scan_counts|invert_rows|weighted_swiglu",
     "matrix products": r"nvjet|gemm|cutlass",
     "RoPE": r"rope",

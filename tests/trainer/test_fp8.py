@@ -5,10 +5,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.fp8 import RECIPES, eight_bits
-from tests.trainer.support.fp8_faults import compare_copies, compare_names, compare_products, compare_spoilt
+from tests.trainer.support.fp8_faults import (
+    compare_copies,
+    compare_names,
+    compare_products,
+    compare_spoilt,
+    factors,
+    gemm_of,
+)
 from tests.trainer.support.parity import assert_parity, local_batch, make_engine, run_steps
 from tests.trainer.support.threads import run_threads
 from trainer.config import Fp8Config
@@ -87,3 +95,43 @@ def test_shares_of_values_are_counted_in_some_steps() -> None:
     assert len(saturated) == len(zero) == config.model.num_layers
     assert all(0 <= share < 1e-3 for share in saturated), "scales are powers of two: few values reach the limit"
     assert all(0 < share < 0.5 for share in zero), "gradients of masked tokens are small"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_on_a_gpu_are_those_of_the_values(recipe: str) -> None:
+    x_TK, values_NK, dy_TN = (factor.cuda().bfloat16() for factor in factors())
+    gradient = torch.zeros(values_NK.shape, device="cuda")
+    gemm = gemm_of(recipe, values_NK, gradient)
+    for num_rows in (256, 136, 1):  # the others are those of evaluations
+        x = gemm.take(x_TK[:num_rows], keeps=num_rows == 256)
+        y_TN = gemm.forward(x)
+        assert x.rows is not None
+        of_x, weight = x.rows.wide(torch.float64), gemm._of_epoch(columns=False)
+        assert weight is not None
+        expected = of_x @ weight.wide(torch.float64).t()
+        assert (y_TN.double() - expected).norm() <= 4e-3 * expected.norm()
+    x, dy = gemm.take(x_TK, keeps=True), gemm.share(dy_TN)
+    assert dy.rows is not None
+    transposed = gemm._of_epoch(columns=True)
+    assert transposed is not None
+    dx_TK, expected = gemm.dgrad(dy), dy.rows.wide(torch.float64) @ transposed.wide(torch.float64).t()
+    assert (dx_TK.double() - expected).norm() <= 4e-3 * expected.norm()
+    kept = gemm.retake(*gemm.keep(x))
+    assert dy.columns is not None
+    assert kept.columns is not None
+    expected = dy.columns.wide(torch.float64) @ kept.columns.wide(torch.float64).t()
+    for times in (1, 2):
+        gemm.wgrad(dy, kept, ends=False)
+        assert (gradient.double() - times * expected).norm() <= 1e-3 * times * expected.norm(), "written, then added"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
+def test_a_gpu_trains_as_a_cpu(recipe: str, wgrad: str) -> None:
+    on_cpu = run_steps(0, eight_bits(recipe, fp8={"wgrad": wgrad}, precision="bf16"), 4)
+    config = eight_bits(recipe, fp8={"wgrad": wgrad}, precision="bf16", train={"device": "cuda"})
+    on_gpu = run_steps(0, config, 4)
+    assert on_gpu["losses"] == pytest.approx(on_cpu["losses"], abs=0.03)
+    assert on_gpu["losses"][-1] < on_gpu["losses"][0]
