@@ -151,6 +151,27 @@ OP_API int op_weighted_swiglu_backward_cuda(int dtype, const void* dy, const voi
                                             const int32_t* used, void* dx, void* dweights, void* y, int64_t num_rows,
                                             int64_t num_cols, void* stream);
 
+// x [num_rows, num_cols] in fp8, on CUDA alone and not of OP_F64: `values` of x as it is, and `transposed` [num_cols,
+// num_rows], either of which may be null. A group of values has one scale: all, those of a row, 128 of a row, or blocks
+// of 128 x 128. The largest magnitude m of a group makes it: the smallest power of two that is not below m / limit, or
+// that quotient; at least 2^-126, 1 for zeros, NaN if m is not finite. A value is x / scale in float, rounded to the
+// nearest of the format and at most its limit, 448 or 57344; a NaN has the code 127. The groups of the transposed copy are
+// those of the transposed x. num_cols is a multiple of 16, for tiles and blocks of 128; for a transposed copy so is
+// num_rows, for tiles of 128. All tensors are aligned to 16 bytes.
+enum op_fp8_format { OP_E4M3 = 0, OP_E5M2 = 1 };
+enum op_fp8_scaling { OP_SCALED_BY_TENSOR = 0, OP_SCALED_BY_ROW = 1, OP_SCALED_BY_TILE = 2, OP_SCALED_BY_BLOCK = 3 };
+struct op_fp8_copy {
+  void* values;         // null if it is not asked for
+  const float* maxima;  // [1] by tensor, a number a row of the copy by row, else null
+  float* scales;        // [1], [rows], [cols / 128, rows], or [rows / 128, cols / 128], both rounded up, cols to 4 times 128
+};
+OP_API int op_fp8_cast_cuda(int dtype, int format, int scaling, int is_pow2, const void* x,
+                            const struct op_fp8_copy* plain, const struct op_fp8_copy* transposed, int64_t num_rows,
+                            int64_t num_cols, void* stream);
+// The largest magnitudes of x: [1] by tensor, or by row those of its rows, then of its columns, [num_rows + num_cols].
+OP_API int op_fp8_maxima_cuda(int dtype, int scaling, const void* x, float* maxima, int64_t num_rows, int64_t num_cols,
+                              void* stream);
+
 // Which elements a dropout drops, and where x [num_samples, num_positions, num_features] is in the global tensor.
 // The mask of an element is a function of (seed, step, layer, site) and of its global sample, position and feature.
 struct op_mask {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from threefold.errors import UserError
+from trainer.ops import native
 from trainer.ops.dtypes import wide_dtype
 from trainer.ops.fp8 import LIMITS, Quantised, Scaling, maxima, quantise
 
@@ -315,6 +316,12 @@ def test_any_number_of_rows_has_a_first_copy(rows: int, scaling: Scaling, device
     assert got.scales.shape[0] == {"tensor": 1, "block": -(-rows // 128)}.get(scaling, rows)
 
 
+def test_kernels_run_on_cuda_alone() -> None:
+    x = torch.ones(16, 16)
+    with pytest.raises(UserError, match="fp8_maxima runs on cuda, not on cpu"):
+        native.call("fp8_maxima", x, 0, x.data_ptr(), x.data_ptr(), 16, 16)
+
+
 def test_what_does_not_fit_is_an_error() -> None:
     for scaling, shape, words in (
         ("tensor", (16, 24), "multiple of 16, and rows of 16"),
@@ -327,5 +334,8 @@ def test_what_does_not_fit_is_an_error() -> None:
             quantise(torch.ones(shape), scaling, torch.float8_e4m3fn)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"columns must be a multiple of 128$"):
         quantise(torch.ones(4, 64), "tile", torch.float8_e4m3fn, columns=False)
+    for size in (1, 3):
+        with pytest.raises(UserError, match="scaled by row"):
+            quantise(torch.ones(4, 16), "row", torch.float8_e4m3fn, columns=False, maxima=(torch.ones(size), None))
     with pytest.raises(UserError, match="maxima by tile are not made apart"):
         maxima(torch.ones(4, 64), "tile")

@@ -10,6 +10,7 @@ fp32 on CUDA: one pass over x writes both copies and their scales, after another
 Scales are laid out as torch.nn.functional.scaled_mm wants them.
 """
 
+import ctypes
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threefold.errors import UserError
+from trainer.ops import native
 from trainer.ops.dtypes import wide_dtype
 
 Scaling = Literal["tensor", "row", "tile", "block"]
+SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "tile", "block")  # op_fp8_scaling of csrc/ops/ops.h
 Maxima = tuple[Tensor | None, Tensor | None]
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # both are 0.875 * 2^e
 _LIMIT_EXPONENTS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}  # that e
@@ -54,13 +57,22 @@ class Quantised:
         return (self.values_RC.to(arithmetic) * scales.to(arithmetic)).to(dtype)
 
 
-def maxima(x_RC: Tensor, scaling: Scaling, *, rows: bool = True, columns: bool = True) -> Maxima:
+def maxima(x_RC: Tensor, scaling: Scaling, *, rows: bool = True, columns: bool = True, form: str = "csrc") -> Maxima:
     """Return the largest magnitudes that scales of a copy, and of the transposed copy, are made of.
 
-    Of a tensor it is [1] for both, of rows [R] and, of the columns of x, [C]. The dtype is fp32, of float64 itself.
+    Of a tensor it is [1] for both, of rows [R] and, of the columns of x, [C]. The dtype is fp32, of float64 itself. A
+    NaN is the maximum of its group.
     """
     if scaling not in ("tensor", "row"):
         raise UserError(f"fp8: maxima by {scaling} are not made apart: the cast makes them itself")
+    _check(x_RC, scaling, columns=False)
+    if has_kernels(x_RC, form):
+        x_RC = _aligned(x_RC)
+        sizes = (1,) if scaling == "tensor" else x_RC.shape
+        largest = torch.empty(sum(sizes), dtype=torch.float32, device=x_RC.device)
+        native.call("fp8_maxima", x_RC, SCALINGS.index(scaling), x_RC.data_ptr(), largest.data_ptr(), *x_RC.shape)
+        parts = largest.split(sizes)
+        return parts[0] if rows else None, parts[-1] if columns else None
     magnitudes_RC = x_RC.abs()
     if scaling == "tensor":
         largest = magnitudes_RC.amax().to(wide_dtype(x_RC.dtype)).view(1)
@@ -89,7 +101,9 @@ def quantise(
     from `maxima` if they are there, for example those of all ranks. Scales are powers of two, or not if not `pow2`.
     """
     _check(x_RC, scaling, columns=columns)
-    by_row, by_column = maxima
+    by_row, by_column = _checked(maxima, x_RC, scaling)
+    if has_kernels(x_RC, form):
+        return _cast(x_RC, scaling, dtype, (by_row, by_column), pow2=pow2, needed=(rows, columns))
     return (
         _reference(x_RC, scaling, dtype, by_row, pow2=pow2) if rows else None,
         _reference(x_RC.t().contiguous(), scaling, dtype, by_column, pow2=pow2) if columns else None,
@@ -106,6 +120,70 @@ def _check(x_RC: Tensor, scaling: Scaling, *, columns: bool) -> None:
         if columns:
             needed += f", and rows of {of_rows} for the transposed copy"
         raise UserError(f"fp8: a matrix {list(x_RC.shape)} scaled by {scaling}: {needed}")
+
+
+def _checked(maxima: Maxima, x_RC: Tensor, scaling: Scaling) -> Maxima:
+    """Return maxima that the caller has; UserError where they are not a number a group."""
+    sizes = (1, 1) if scaling == "tensor" else x_RC.shape
+    for largest, size in zip(maxima, sizes, strict=True):
+        if largest is not None and (scaling not in ("tensor", "row") or largest.shape != (size,)):
+            raise UserError(f"fp8: maxima {list(largest.shape)} for a matrix {list(x_RC.shape)} scaled by {scaling}")
+    return maxima
+
+
+def has_kernels(x_RC: Tensor, form: str = "csrc") -> bool:
+    """Return whether native kernels make the numbers of x, which are those of plain torch."""
+    return form == "csrc" and x_RC.is_cuda and x_RC.dtype != torch.float64
+
+
+def _aligned(x_RC: Tensor) -> Tensor:
+    """Return x in dense rows that start at a whole access, which a part of another tensor may not."""
+    x_RC = x_RC.contiguous()
+    return x_RC.clone() if x_RC.data_ptr() % _PACK else x_RC
+
+
+def _cast(
+    x_RC: Tensor, scaling: Scaling, dtype: torch.dtype, largest: Maxima, *, pow2: bool, needed: tuple[bool, bool]
+) -> tuple[Quantised | None, Quantised | None]:
+    """Return the copies that are needed, by the native kernels; maxima that are needed and missing are made first."""
+    x_RC = _aligned(x_RC)
+    by_row, by_column = largest
+    if scaling in ("tensor", "row"):
+        if (needed[0] and by_row is None) or (needed[1] and by_column is None):
+            of_x = maxima(x_RC, scaling)
+            by_row, by_column = (of_x[0] if by_row is None else by_row), (of_x[1] if by_column is None else by_column)
+        by_row, by_column = (None if known is None else known.float().contiguous() for known in (by_row, by_column))
+    num_rows, num_columns = x_RC.shape
+    plain = _empty(x_RC, num_rows, num_columns, scaling, dtype) if needed[0] else None
+    transposed = _empty(x_RC, num_columns, num_rows, scaling, dtype) if needed[1] else None
+    codes = (list(LIMITS).index(dtype), SCALINGS.index(scaling), int(pow2), x_RC.data_ptr())
+    copies = (_Copy.of(plain, by_row), _Copy.of(transposed, by_column))
+    native.call("fp8_cast", x_RC, *codes, *map(ctypes.byref, copies), num_rows, num_columns)
+    return plain, transposed
+
+
+def _empty(x_RC: Tensor, num_rows: int, num_columns: int, scaling: Scaling, dtype: torch.dtype) -> Quantised:
+    """Return the memory of a copy of this shape."""
+    shape = {
+        "tensor": (1,),
+        "row": (num_rows, 1),
+        "tile": (num_columns // SIZE, num_rows),
+        "block": (_num_groups(num_rows), -(-_num_groups(num_columns) // 4) * 4),
+    }[scaling]
+    scales = x_RC.new_empty(shape, dtype=torch.float32)
+    values = x_RC.new_empty(num_rows, num_columns, dtype=dtype)
+    return Quantised(values, scales.t() if scaling == "tile" else scales, scaling)
+
+
+class _Copy(ctypes.Structure):  # op_fp8_copy of csrc/ops/ops.h
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("values", "maxima", "scales"))
+
+    @classmethod
+    def of(cls, copy: Quantised | None, largest: Tensor | None) -> "_Copy":
+        """Return the addresses of a copy and of the maxima of its groups; null for one that is not needed."""
+        if copy is None:
+            return cls()
+        return cls(copy.values_RC.data_ptr(), native.pointer(largest), copy.scales.data_ptr())
 
 
 def _reference(x_RC: Tensor, scaling: Scaling, dtype: torch.dtype, largest: Tensor | None, *, pow2: bool) -> Quantised:
@@ -150,7 +228,7 @@ def _laid_out(scales: Tensor, scaling: Scaling) -> Tensor:
     if scaling == "row":
         return scales.view(-1, 1)
     if scaling == "tile":
-        return scales.t().contiguous().t()
+        return scales.new_empty(scales.shape[::-1]).t().copy_(scales)
     if scaling == "block":
         return F.pad(scales, (0, -scales.shape[1] % 4), value=1.0)
     return scales

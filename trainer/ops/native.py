@@ -38,6 +38,11 @@ _OPS: dict[str, tuple[Any, ...]] = {
     "dropout": (POINTER, POINTER, INT64, INT64, INT64, POINTER),
     "normal": (POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE),
 }
+# of CUDA alone: elsewhere plain torch takes their place
+_CUDA_OPS: dict[str, tuple[Any, ...]] = {
+    "fp8_cast": (INT, INT, INT, *[POINTER] * 3, INT64, INT64),
+    "fp8_maxima": (INT, POINTER, POINTER, INT64, INT64),
+}
 _OF_INTEGERS = ("sort_rows",)
 _SIZES = {"add_norm_partials": INT64, "rope_partials": POINTER, "sort_rows_partials": INT64}  # of scratch memory
 PROTOTYPES: Prototypes = {
@@ -50,7 +55,7 @@ PROTOTYPES: Prototypes = {
     **{f"op_{name}": (INT64, of) for name, of in _SIZES.items()},
 }
 CUDA_PROTOTYPES: Prototypes = {
-    **{f"op_{name}_cuda": (INT, INT, *arguments, POINTER) for name, arguments in _OPS.items()},
+    **{f"op_{name}_cuda": (INT, INT, *arguments, POINTER) for name, arguments in {**_OPS, **_CUDA_OPS}.items()},
     **{f"op_{name}_cuda": (INT64, of) for name, of in _SIZES.items()},
 }
 
@@ -124,8 +129,8 @@ def partials(op: str, tensor: torch.Tensor, size: Any) -> int:
 def dtype_code(op: str, tensor: torch.Tensor) -> int:
     """Return the library's code of the tensor's dtype, after checking that it can run on the tensor."""
     device = tensor.device.type
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"{op} runs on cpu and cuda, not on {tensor.device}")
+    if device != "cuda" and (device != "cpu" or op in _CUDA_OPS):
+        raise UserError(f"{op} runs on {'' if op in _CUDA_OPS else 'cpu and '}cuda, not on {tensor.device}")
     if device == "cuda" and not has_cuda():
         raise UserError(
             f"{op} on {tensor.device}: the native library was built without CUDA",
