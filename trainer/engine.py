@@ -19,7 +19,7 @@ from trainer.mesh.mesh import ProcessMesh
 from trainer.model.balance import Balance
 from trainer.model.chunk import Chunk
 from trainer.model.microbatch import Batch, DropoutKey, MicroBatch, Scale
-from trainer.model.op_choices import choose_attention, first_choices
+from trainer.model.op_choices import choose_attention, choose_gradients, first_choices
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.parallel.context import ContextParallel
@@ -76,6 +76,7 @@ class Engine:
         """Take the forms of ops that a run recorded, or choose them: on GPUs by timing, if asked to."""
         choices, ours = self.choices, (self.config, self.mesh, self.dtype, recorded)
         choices.attention = choose_attention(*ours, by_timing=by_timing)
+        choices.expert_gradients = choose_gradients(*ours)
         choices.expert_parts = choose_expert_parts(*ours, choices.forms.experts, by_timing=by_timing)
 
     def train_step(self, step: int, batch: Batch) -> StepStats:

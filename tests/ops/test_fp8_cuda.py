@@ -67,6 +67,6 @@ def test_more_elements_than_an_int32_counts(scaling: Scaling) -> None:
     by_row, by_column = both(x, scaling, torch.float8_e4m3fn)
     for got in (by_row, by_column):
         assert codes(got)[-1, -1].item() == TABLES[torch.float8_e4m3fn].index(384.0)
-        assert got.scales.view(-1).max().item() >= 2.0**-7
+        assert got.scales.max().item() >= 2.0**-7
         ones = codes(got) == TABLES[torch.float8_e4m3fn].index(256.0)
         assert int(ones.sum()) + int((codes(got) == TABLES[torch.float8_e4m3fn].index(128.0)).sum()) == x.numel() - 1

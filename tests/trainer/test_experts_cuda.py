@@ -39,8 +39,9 @@ def on_gpu(config: Config, **train: Any) -> Config:
 @pytest.mark.parametrize("padding", [0, 77])
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("kernel", grouped.gradient_kernels(torch.device("cuda"), torch.bfloat16) if NUM_GPUS else [])
 def test_products_of_bf16_are_those_of_each_matrix(
-    counts: list[int], num_parts: int, padding: int, monkeypatch: pytest.MonkeyPatch
+    kernel: str, counts: list[int], num_parts: int, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing reads the ends of rows; rows behind them hold no number, and count nowhere; sums stay in fp32."""
     monkeypatch.setattr(grouped, "read_ends", lambda ends: pytest.fail("the host waits for the ends of rows"))
@@ -49,7 +50,8 @@ def test_products_of_bf16_are_those_of_each_matrix(
     shapes = (num_parts * len(counts), size, num_columns), (num_rows, num_columns), (num_rows, num_parts * size)
     values, x, dy = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
     weight, gradient = handle(values)
-    gemm, ends = GroupedGemm(weight, num_parts), torch.tensor(counts, device="cuda").cumsum(0).int()
+    gemm = GroupedGemm(weight, num_parts, lambda: kernel)
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
     x_padded, dy_padded = (
         torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan, device="cuda").bfloat16()]) for rows in (x, dy)
     )

@@ -5,8 +5,8 @@ without rows, with rows 0-1 and with rows 2-4. Several parameters of E matrices 
 their outputs are the columns of one tensor, and the gradient of x is the sum of theirs.
 
 On GPUs products of bf16 are torch's grouped ones, which round to bf16. So gradients of the matrices, which are added in
-fp32, are a Triton kernel. Without triton, of other dtypes and on CPUs products are a loop over matrices. It reads the
-ends: on a GPU the host waits for them.
+fp32, are a kernel of quack, which FlashAttention-4 brings along, or without it one of Triton. Without both, of other
+dtypes and on CPUs products are a loop over matrices. It reads the ends: on a GPU the host waits for them.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.linear.weight import Weight, add_product
@@ -26,6 +27,7 @@ class GroupedGemm:
 
     weight: Weight
     num_parts: int = 1
+    kernel: Callable[[], str | None] = lambda: "triton"
 
     @property
     def num_experts(self) -> int:
@@ -62,18 +64,36 @@ class GroupedGemm:
 
     def wgrad(self, factors: Callable[[], tuple[Tensor, Tensor]], ends_E: Tensor, *, ends: bool = True) -> None:
         """Add dy^T x to the weight's gradient, now or when the schedule makes it; `factors` returns dy and x then."""
-        num_parts = self.num_parts
+        num_parts, kernel = self.num_parts, self.kernel()
         self.weight.add_gradient(
-            lambda out, first: add_products(out, *factors(), ends_E, num_parts, first=first), ends=ends
+            lambda out, first: add_products(out, *factors(), ends_E, num_parts, first=first, kernel=kernel), ends=ends
         )
 
     def _parts(self) -> tuple[Tensor, ...]:
         return self.weight.values.chunk(self.num_parts)
 
 
-def add_products(out_GNK: Tensor, dy_RC: Tensor, x_RK: Tensor, ends_E: Tensor, num_parts: int, *, first: bool) -> None:
+def add_products(
+    out_GNK: Tensor,
+    dy_RC: Tensor,
+    x_RK: Tensor,
+    ends_E: Tensor,
+    num_parts: int,
+    *,
+    first: bool,
+    kernel: str | None = "triton",
+) -> None:
     """Add dy^T x of each matrix's rows to `out`, [P E, N, K], or write it there: zero for one without rows."""
-    if has_triton(out_GNK):
+    if kernel == "quack":
+        from quack.gemm_interface import gemm_add_inplace  # which compiles what it is first asked for
+
+        if first:
+            out_GNK.zero_()
+        starts_E1 = F.pad(ends_E, (1, 0))  # [0, 0, 2, 5] for the ends 0, 2 and 5
+        for out_ENK, dy_RN in zip(out_GNK.chunk(num_parts), dy_RC.split(out_GNK.shape[1], 1), strict=True):
+            gemm_add_inplace(dy_RN.t(), x_RK, out_ENK, cu_seqlens_k=starts_E1, tuned=False)
+        return
+    if kernel == "triton" and has_triton(out_GNK):
         from trainer.linear import grouped_triton  # which needs triton
 
         grouped_triton.add_products(out_GNK, dy_RC, x_RK, ends_E, first=first)
@@ -85,6 +105,15 @@ def add_products(out_GNK: Tensor, dy_RC: Tensor, x_RK: Tensor, ends_E: Tensor, n
                 add_product(out_ENK[number], dy_RN, x_RK[rows], first=first)
             elif first:
                 out_ENK[number].zero_()
+
+
+def gradient_kernels(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return the kernels of gradients in fp32 for factors of a dtype there, the fastest first."""
+    if device.type != "cuda":
+        return []
+    is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    quack = ["quack"] if dtype == torch.bfloat16 and is_hopper and _is_installed("quack") else []
+    return quack + ["triton"] * _is_installed("triton")
 
 
 def has_triton(out_GNK: Tensor) -> bool:

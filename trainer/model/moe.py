@@ -38,8 +38,10 @@ class MoE:
         prefix = f"layers.{layer}.mlp"
         self.choices, self.parallel = choices, cuts.experts
         self.router = Router(model, unit, f"{prefix}.router", balance.of(layer, cuts.tensor))
-        self.up = GroupedGemm(unit.weight(*(f"{prefix}.experts.{name}.weight" for name in ("gate", "up"))), 2)
-        self.down = GroupedGemm(unit.weight(f"{prefix}.experts.down.weight"))
+        up = unit.weight(*(f"{prefix}.experts.{name}.weight" for name in ("gate", "up")))
+        self.up = GroupedGemm(up, 2, lambda: choices.expert_gradients)
+        down = unit.weight(f"{prefix}.experts.down.weight")
+        self.down = GroupedGemm(down, kernel=lambda: choices.expert_gradients)
         self.shared = MLP(model, unit, f"{prefix}.shared", cuts.tensor, choices) if model.num_shared_experts else None
 
     @property

@@ -10,6 +10,7 @@ import torch
 from threefold.errors import UserError
 from trainer.config import Config, OpsConfig
 from trainer.config.resolve import gathers_keys, layer_windows, longest_row
+from trainer.linear.grouped import gradient_kernels
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops import native
 from trainer.ops.attention.choose import BACKENDS, backend_named, choose
@@ -18,6 +19,8 @@ from trainer.ops.forms import package
 from trainer.parallel.context import ContextParallel
 from trainer.parallel.expert_parts import NAME, choose_expert_parts
 
+GRADIENTS = "expert-gradients"  # under which a run records the kernel
+KERNELS = ("quack", "triton", None)  # that all ranks have if one has the one before
 ALIGNED = 8  # elements of bf16 that rows of a grouped product begin at a multiple of: 16 bytes
 
 
@@ -26,19 +29,21 @@ class OpChoices:
     """The forms in use, shared by a rank's layers; owned by the training thread.
 
     `windows` are those of all layers of the model. `attention` has a backend for each `Mask.kind` of theirs. Tokens
-    travel to experts of other ranks in `expert_parts`, if any do.
+    travel to experts of other ranks in `expert_parts`, if any do. Gradients of experts are the kernel of that name.
     """
 
     attention: dict[str, Backend]
     forms: OpsConfig
     windows: tuple[int | None, ...]
     expert_parts: int | None
+    expert_gradients: str | None
 
     @property
     def names(self) -> dict[str, str]:
         """Return the name of each op's form, without those that are csrc; attention is an op a kind of mask."""
         forms = {op: name for op, name in asdict(self.forms).items() if op != "attention" and name != "csrc"}
         parts = {NAME: str(self.expert_parts)} if self.expert_parts else {}
+        parts |= {GRADIENTS: self.expert_gradients} if self.expert_gradients else {}
         return forms | parts | {_op(kind): backend.name for kind, backend in self.attention.items()}
 
 
@@ -63,7 +68,20 @@ def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpCh
         check_experts(config, mesh, dtype)
     attention = choose_attention(config, mesh, dtype, {}, by_timing=False)
     parts = choose_expert_parts(config, mesh, dtype, {}, forms.experts, by_timing=False)
-    return OpChoices(attention, forms, layer_windows(config), parts)
+    return OpChoices(attention, forms, layer_windows(config), parts, choose_gradients(config, mesh, dtype, {}))
+
+
+def choose_gradients(config: Config, mesh: ProcessMesh, dtype: torch.dtype, recorded: Mapping[str, str]) -> str | None:
+    """Return the kernel of experts' gradients, which all ranks have; None for the loop, or without experts.
+
+    It is the recorded one, of a run that recorded none Triton's, or else the first that the device has.
+    """
+    if not config.model.num_experts or mesh.device.type != "cuda":
+        return None
+    usable = gradient_kernels(mesh.device, dtype)
+    known = recorded.get(GRADIENTS, "triton" if recorded else "")
+    here = KERNELS.index(known if known in usable else usable[0] if usable else None)
+    return KERNELS[int(mesh.world.all_reduce(torch.tensor(here, device=mesh.device), "max"))]
 
 
 def check_experts(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> None:

@@ -204,7 +204,8 @@ def scales_of(largest: Tensor, dtype: torch.dtype, *, pow2: bool) -> Tensor:
         powers = exponents.int() - _LIMIT_EXPONENTS[dtype] + (fractions > _LIMIT_FRACTION).int()
         scales = ((powers.clamp(-126, 127) + 127) << 23).view(torch.float32)
     else:
-        scales = (largest / LIMITS[dtype]).float().clamp(_SMALLEST, _LARGEST)
+        limits = torch.full_like(largest, LIMITS[dtype])  # by a number CUDA multiplies with its inverse
+        scales = (largest / limits).float().clamp(_SMALLEST, _LARGEST)
     return scales.masked_fill(largest == 0, 1.0).masked_fill(~largest.isfinite(), torch.nan)
 
 
@@ -217,7 +218,7 @@ def _group_maxima(wide_RC: Tensor, scaling: Scaling) -> Tensor:
         return magnitudes_RC.amax(1)
     num_rows, num_columns = wide_RC.shape
     if scaling == "tile":
-        return magnitudes_RC.view(num_rows, -1, SIZE).amax(2)
+        return magnitudes_RC.reshape(num_rows, -1, SIZE).amax(2)
     groups_R, groups_C = _num_groups(num_rows), _num_groups(num_columns)
     padded_RC = F.pad(magnitudes_RC, (0, groups_C * SIZE - num_columns, 0, groups_R * SIZE - num_rows))
     return padded_RC.view(groups_R, SIZE, groups_C, SIZE).amax((1, 3))

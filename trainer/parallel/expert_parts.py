@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, longest_row
-from trainer.linear.grouped import GroupedGemm
+from trainer.linear.grouped import GroupedGemm, gradient_kernels
 from trainer.linear.weight import Weight
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.dtypes import wide_dtype
@@ -65,8 +65,9 @@ class _Layer:
             values = torch.zeros(shape, dtype=dtype, device=device)
             return Weight(name, values, torch.zeros(shape, dtype=wide_dtype(dtype), device=device), contributes=True)
 
-        self.up = GroupedGemm(weight("up", 2 * num_here, ffn_size, model.hidden_size), 2)
-        self.down = GroupedGemm(weight("down", num_here, model.hidden_size, ffn_size))
+        kernel = next(iter(gradient_kernels(device, dtype)), None)
+        self.up = GroupedGemm(weight("up", 2 * num_here, ffn_size, model.hidden_size), 2, lambda: kernel)
+        self.down = GroupedGemm(weight("down", num_here, model.hidden_size, ffn_size), kernel=lambda: kernel)
         num_tokens = config.train.micro_batch_size * longest_row(config) // mesh.cp.size
         num_tokens //= mesh.tp.size if tensor.cuts_tokens else 1
         routes = torch.arange(num_tokens * self.k, device=device)
