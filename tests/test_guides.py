@@ -32,6 +32,7 @@ from tests.datakit.foreign.test_litdata import spec, write_litdata
 from tests.datakit.foreign.test_megatron import write_dataset
 from tests.datakit.foreign.test_mosaic import tokens_only, write_mds
 from tests.trainer.support.launcher import write_launcher
+from tests.trainer.support.speaking import SPEAKING, write_speaking
 from threefold.storage import open_storage
 from trainer.config import Config
 
@@ -173,6 +174,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Any other model": write_model,
     "Train from a model": write_model,
     "Evaluate a model, and let it speak": write_model,
+    **dict.fromkeys(SPEAKING, write_speaking),
     "Make a folder of a run": write_model,
     "From torch_checkpointing": write_torch_checkpointing,
     "From DeepSpeed": write_universal,

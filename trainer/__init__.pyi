@@ -11,11 +11,15 @@ from trainer.pipeline.schedules import with_transfers as with_transfers
 from trainer.pipeline.schedules import zb_h1 as zb_h1
 from trainer.pipeline.simulate import costs as costs
 from trainer.pipeline.simulate import simulate as simulate
+from trainer.run.continuation import Until as Until
 from trainer.run.evaluate import evaluate_checkpoint as evaluate_checkpoint
+from trainer.run.generate import Generation as Generation
+from trainer.run.generate import Piece as Piece
 from trainer.run.generate import generate_text as generate_text
 from trainer.run.inference import TrainedModel as TrainedModel
 from trainer.run.inference import open_checkpoint as open_checkpoint
 from trainer.run.loop import train as train
+from trainer.run.sampling import Sampling as Sampling
 from trainer.verdict import StepStats as StepStats
 
 __version__: str

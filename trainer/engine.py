@@ -62,7 +62,7 @@ class Engine:
         }
         self._shape_TD = 0, config.model.hidden_size  # of what stages hand over, of the micro-batches in work
         self.pipeline: Executor[MicroBatch] = Executor(
-            self._link_of,
+            self.link_of,
             lambda: torch.empty(self._shape_TD, dtype=self.dtype, device=mesh.device),
             self.store.wgrads,
             max_sends=most_sends(mesh.layout.pp, mesh.layout.num_stages),
@@ -140,11 +140,10 @@ class Engine:
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Return the logits of the token after each row, [B, vocabulary]; for a model on one pipeline stage."""
-        assert self.mesh.layout.pp == 1, "generation runs on one pipeline stage"
-        tokens, (num_rows, seq_length) = tokens_BS.flatten(), tokens_BS.shape
-        positions = torch.arange(seq_length, device=tokens.device).repeat(num_rows)
-        batch = MicroBatch(tokens, tokens, positions, positions, seq_length, (range(len(tokens)),), None)
-        return self.chunks[0].logits(batch)
+        tokens, seq_length = tokens_BS.flatten(), tokens_BS.shape[1]
+        places = torch.arange(len(tokens), device=tokens.device)
+        batch = MicroBatch(tokens, tokens, places % seq_length, places, seq_length, (range(len(tokens)),), None)
+        return self.chunks[0].logits(None, batch, places[seq_length - 1 :: seq_length])
 
     def _run(
         self, schedule: str, batches: Sequence[MicroBatch], reduce_loss: Callable[[Tensor, MicroBatch], Tensor]
@@ -163,7 +162,8 @@ class Engine:
         losses = self.pipeline.run(actions, {stage: forward(chunk) for stage, chunk in self.chunks.items()}, batches)
         return sum(losses, torch.zeros((), dtype=torch.float64, device=self.mesh.device))
 
-    def _link_of(self, transfer: Action) -> Group:
+    def link_of(self, transfer: Action) -> Group:
+        """Return the group of two ranks that a transfer takes."""
         to_next = {"SF": self.mesh.activations.following, "RF": self.mesh.activations.previous,
                    "SB": self.mesh.gradients.previous, "RB": self.mesh.gradients.following}  # fmt: skip
         link = to_next[transfer.kind]

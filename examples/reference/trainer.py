@@ -1,12 +1,13 @@
 """One example for each public class of trainer, which the reference page shows beside it; run in an empty folder."""
 
 # %%
+import json
 from pathlib import Path
 
 import torch
 
 from ckptkit import ParallelLayout
-from datakit import write_store
+from datakit import open_tokenizer, write_store
 
 documents = [[1, 2, 3, 4, 5, 6, 7, 0]] * 400
 write_store("store", documents, vocab_size=8, eod_id=0)
@@ -82,3 +83,28 @@ from trainer import TrainedModel, open_checkpoint
 checkpoint = open_checkpoint("run", None, {}, world_size=1)
 model = TrainedModel(checkpoint, ranks)
 print(model.engine.config.model.hidden_size)
+
+# %% Sampling
+from trainer import Sampling
+
+sampling = Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=7)
+
+# %% Until
+from trainer import Until
+
+until = Until(8, texts=("\n\n", "END"))  # 8 tokens, or before one of the texts
+
+# %% Generation
+from trainer import Generation
+
+words = {f"w{number}": number for number in range(8)}
+tokens = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+Path("tok.json").write_text(json.dumps({"pre_tokenizer": {"type": "Whitespace"}, "model": tokens, "added_tokens": []}))
+generation = Generation(checkpoint, ranks, open_tokenizer("tok.json"))  # without one it is that of the run's stores
+prompts = [generation.encode(text) for text in ("w1 w2 w3", "w4")]
+
+# %% Piece
+from trainer import Piece
+
+pieces: list[Piece] = list(generation.stream(prompts, until, sampling))
+print("".join(piece.text for piece in pieces if piece.prompt == 0), pieces[-1].finish)

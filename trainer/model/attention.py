@@ -1,5 +1,8 @@
 """Causal self-attention with grouped key-value heads: this rank computes its own heads."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -7,20 +10,44 @@ from trainer.config import ModelConfig
 from trainer.model.microbatch import MicroBatch
 from trainer.model.norm import Norm, WeightHandles
 from trainer.model.op_choices import OpChoices
+from trainer.ops.attention.seam import Backend, Mask
 from trainer.ops.rope import rope_of_handles
 from trainer.parallel.context import ContextParallel
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.unit import Unit
 
 
+class Attend(Protocol):
+    """How heads of this rank's tokens see all tokens: context parallel, or what is kept of earlier ones."""
+
+    def attend(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        masks: Sequence[Mask],
+        length: int,
+        backend: Backend,
+        results: list[Tensor] | None,
+    ) -> Tensor:
+        """Return the result of the heads, [T, N, H]."""
+
+
 class Attention:
     """q, k and v as one product, norm and rotation of heads, softmax attention, output."""
 
     def __init__(
-        self, model: ModelConfig, unit: Unit, prefix: str, tensor: TensorParallel, context: ContextParallel,
-        choices: OpChoices, window: int | None,
-    ) -> None:  # fmt: skip
-        self.tensor, self.context, self.choices, self.window = tensor, context, choices, window
+        self,
+        model: ModelConfig,
+        unit: Unit,
+        prefix: str,
+        tensor: TensorParallel,
+        context: ContextParallel,
+        choices: OpChoices,
+        window: int | None,
+    ) -> None:
+        self.context: Attend = context
+        self.tensor, self.choices, self.window, self.head_size = tensor, choices, window, model.head_size
         group = tensor.group
         self.eps = model.norm_eps
         self.counts = model.num_heads // group.size, max(model.num_kv_heads // group.size, 1)

@@ -87,10 +87,9 @@ class Chunk:
             x_TD, branch_TD = block(x_TD, branch_TD, batch)
         return x_TD, branch_TD
 
-    def logits(self, batch: MicroBatch) -> Tensor:
-        """Return the logits of the whole vocabulary of each row's last token, for a model on one pipeline stage."""
+    def logits(self, received_TD: Tensor | None, batch: MicroBatch, last_B: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary of some tokens, for the last stage."""
         assert self.head is not None, "the last stage has the head"
         assert not self.tensor.cuts_tokens, "the last token of each row is on every rank"
-        last = slice(batch.seq_length - 1, None, batch.seq_length)
-        x_TD, branch_TD = self.hidden(None, batch)
-        return self.head.logits(x_TD[last], None if branch_TD is None else branch_TD[last])
+        x_TD, branch_TD = self.hidden(received_TD, batch)
+        return self.head.logits(x_TD[last_B], None if branch_TD is None else branch_TD[last_B])

@@ -12,6 +12,7 @@ from datakit import Recorded, RunStream, blame
 from tests.trainer.support.training import CONFIG, Job, call, curve, lines, write_stores
 from trainer.engine import Engine
 from trainer.model.microbatch import Batch
+from trainer.run.generate import Generation
 from trainer.verdict import PendingStats
 
 CHANGE = """
@@ -144,9 +145,7 @@ def test_what_uses_a_checkpoint_goes_by_the_longest_rows_that_were_read(
     model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
     tokenizer = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model, "added_tokens": []}
     (folder / "tok.json").write_text(json.dumps(tokenizer))
-    monkeypatch.setattr(
-        "trainer.run.generate.continue_tokens", lambda *_, window, **others: windows.append(window) or [1]
-    )
+    monkeypatch.setattr(Generation, "_batch", lambda self, *_: windows.append(self.window) or iter(()))
     for step, length in ((2, 32), (4, 64), (7, 64)):
         place = run / f"step-{step:09d}"
         command = ("generate", place, "--prompt", "w1", "--data.tokenizer", folder / "tok.json")
