@@ -1,8 +1,8 @@
 // What the CUDA kernels of fp8 share: magnitudes, compared as the integers that their bits are, and scales made of the
 // largest.
 //
-// Without its sign bit a number of any of the types is ordered as an integer, infinities and NaN above all others: a
-// NaN is never lost, as it would be in a maximum of floats. Two numbers of 16 bits are compared at once.
+// Without its sign bit a number of any of the types is ordered as an integer, infinities and NaN above all others: a NaN
+// is never lost, as it would be in a maximum of floats. Two numbers of 16 bits are compared at once.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -50,8 +50,8 @@ struct Scale {
   float decoding, inverse;
 };
 
-// The scale of a group whose largest magnitude has these bits as a float. For example 3 = 1.5 * 2^1 has 2^(1 + 1 - 9)
-// in e4m3, whose limit is 0.875 * 2^9. A scale is never subnormal: its inverse would be infinite.
+// The scale of a group whose largest magnitude has these bits as a float. For example 3 = 1.5 * 2^1 has 2^(1 + 1 - 9) in
+// e4m3, whose limit is 0.875 * 2^9. A scale is never subnormal: its inverse would be infinite.
 template <__nv_fp8_interpretation_t kFormat>
 __device__ __forceinline__ Scale scale_of(uint32_t bits, bool pow2) {
   constexpr int kLimitExponent = kFormat == __NV_E4M3 ? 9 : 16;

@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) atomicMax(maximum, largest);
 }
 
-// A block walks down a strip of columns, each warp over rows of its own: a row's maximum is of a warp, a column's of
-// all rows of a block. For example bf16 with 2,048 columns has two strips of 128 packs.
+// A block walks down a strip of columns, each warp over rows of its own: a row's maximum is of a warp, a column's of all
+// rows of a block. For example bf16 with 2,048 columns has two strips of 128 packs.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 3)
     largest_of_rows_and_columns(const uint4* __restrict__ x, int64_t num_rows, int64_t num_packs, int64_t block_rows,
@@ -92,9 +92,8 @@ int launch(bool by_row, const void* x, uint32_t* maxima, int64_t num_rows, int64
   const int64_t most = (num_rows + 4 * kWarps - 1) / (4 * kWarps), wanted = (num_blocks + strips - 1) / strips;
   const int64_t groups = wanted < most ? wanted : most, block_rows = (num_rows + groups - 1) / groups;
   if (strips > INT32_MAX || groups > 65535) return OP_BAD_ARGUMENT;
-  const dim3 grid(static_cast<unsigned>(strips), static_cast<unsigned>(groups));
-  largest_of_rows_and_columns<T>
-      <<<grid, kThreads, 0, on>>>(packs, num_rows, num_packs, block_rows, maxima, maxima + num_rows);
+  largest_of_rows_and_columns<T><<<dim3(static_cast<unsigned>(strips), static_cast<unsigned>(groups)), kThreads, 0, on>>>(
+      packs, num_rows, num_packs, block_rows, maxima, maxima + num_rows);
   return launch_status();
 }
 
