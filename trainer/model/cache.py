@@ -8,7 +8,8 @@ p modulo the window, and softmax does not ask for an order. For example of 6 tok
 Letters beside those of blocks: B rows, L slots, G = N / K query heads that read one key-value head.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -81,11 +82,11 @@ class Slots:
 class KeyValueCache:
     """What all layers of a rank keep of rows of tokens; owned by the thread that generates.
 
-    `turn` is the pass under way. `size` are the most tokens of a row.
+    `turn` is the pass under way.
     """
 
-    def __init__(self, layers: Iterable[Attention], num_rows: int, size: int, dtype: torch.dtype, device: torch.device):
-        """Take the place of context parallel in these layers, from now on."""
+    def __init__(self, layers: Sequence[Attention], num_rows: int, size: int, dtype: torch.dtype, device: torch.device):
+        """Make room for rows of at most `size` tokens."""
         self.turn: Turn
         self.rows_B = torch.arange(num_rows, device=device)
         self.layers = list[LayerCache]()
@@ -94,7 +95,19 @@ class KeyValueCache:
             shape = num_rows, layer.counts[1], num_slots, layer.head_size
             k_BKLH, v_BKLH = torch.zeros(2, *shape, dtype=dtype, device=device)  # a hidden slot still is a number
             self.layers.append(LayerCache(self, k_BKLH, v_BKLH))
-            layer.context = self.layers[-1]
+        self._attentions = list(layers)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Take the place of context parallel in the layers, in passes that are enclosed."""
+        places = [layer.context for layer in self._attentions]
+        for layer, own in zip(self._attentions, self.layers, strict=True):
+            layer.context = own
+        try:
+            yield
+        finally:
+            for layer, place in zip(self._attentions, places, strict=True):
+                layer.context = place
 
     def move(self, source: int, target: int) -> None:
         """Let a row be what another one is."""

@@ -94,7 +94,8 @@ class Decoder:
         self._shape_TD = len(turns[0].batch.tokens_S), self._shape_TD[1]
         actions = rank_actions("forward", self.layout.pp, len(turns), self.layout.virtual, self.mesh.coords.pp)
         chunks = {stage: self._forward(chunk) for stage, chunk in self.engine.chunks.items()}
-        logits = self._executor.run(actions, chunks, turns)
+        with self.cache.attached():
+            logits = self._executor.run(actions, chunks, turns)
         for turn in turns:
             for row, count in zip(turn.rows, turn.counts, strict=True):
                 self.lengths[row] += count
