@@ -304,8 +304,7 @@ def test_keys_of_torchtitan_in_a_file_are_answered_with_ours() -> None:
         "  lr_scheduler.decay_type: as a flag, --lr-scheduler.decay-type, it is understood",
         "  model.name: there is one transformer; its shape is in [model]: --model.num-layers, --model.hidden-size and "
         "others",
-        "  float8.emulate: --fp8 is tensorwise, blockwise or rowwise, and --fp8.wgrad, --fp8.grad-format and "
-        "--fp8.skip say the rest",
+        "  float8.emulate: how scales are shared is --fp8, and --fp8.wgrad, --fp8.grad-format and --fp8.skip are more",
     ]
     assert parsed("run.toml", "--training.batch_size", "4", "--training.seq-len=64")[1].train.micro_batch_size == 4
 
