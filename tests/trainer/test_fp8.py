@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.trainer.support.fp8_faults import (
 )
 from tests.trainer.support.parity import assert_parity, local_batch, make_engine, run_steps
 from tests.trainer.support.threads import run_threads
+from tests.trainer.support.training import Job, curve, hash_of, write_config, write_stores
 from trainer.config import Fp8Config
 
 LAYOUTS = {
@@ -135,3 +137,20 @@ def test_a_gpu_trains_as_a_cpu(recipe: str, wgrad: str) -> None:
     on_gpu = run_steps(0, config, 4)
     assert on_gpu["losses"] == pytest.approx(on_cpu["losses"], abs=0.03)
     assert on_gpu["losses"][-1] < on_gpu["losses"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    write_stores(tmp_path)
+    flags = "--bf16", "--fp8", "rowwise", "--fp8.wgrad", "fp8", "--pp", 2, "--checkpoint.save-interval", 3
+
+    def job(name: str) -> Job:
+        arguments = write_config(tmp_path), *flags, "--save", tmp_path / name, "--train-steps", 10
+        return Job(2, *arguments, metrics=tmp_path / f"{name}.jsonl")
+
+    job("whole").run()
+    job("killed").run_until_step(5)
+    job("killed").run()
+    assert curve(tmp_path / "killed.jsonl") == curve(tmp_path / "whole.jsonl")
+    assert hash_of(tmp_path / "killed", 10).all == hash_of(tmp_path / "whole", 10).all
