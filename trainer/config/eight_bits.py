@@ -8,8 +8,6 @@ from threefold.options import Fault
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, gathers_keys, has_experts, resolved_model, row_lengths
 
-FUSED = (("q", "k", "v"), ("gate", "up"))  # one matrix for the arithmetic, so all of it or none is in eight bits
-
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -21,7 +19,10 @@ class Linear:
 
 
 def linears_of(config: Config, layer: int) -> Iterator[list[Linear]]:
-    """Yield the linears of a block: attention's and those of its MLP, or of shared experts; fused ones together."""
+    """Yield the linears of a block: attention's and those of its MLP, or of shared experts.
+
+    Those that are one matrix for the arithmetic come together: all of them or none are in eight bits.
+    """
     model, tp = resolved_model(config.model), config.parallel.tp
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_size, model.num_kv_heads * model.head_size
 
@@ -38,7 +39,7 @@ def linears_of(config: Config, layer: int) -> Iterator[list[Linear]]:
     if has_experts(model, layer):
         prefix, size = "mlp.shared", model.num_shared_experts * model.expert_ffn_hidden_size
     if size:
-        names = FUSED[1] if model.activation == "swiglu" else ("up",)
+        names = ("gate", "up") if model.activation == "swiglu" else ("up",)
         yield [column(f"{prefix}.{name}", size) for name in names]
         yield [row(f"{prefix}.down", size)]
 
@@ -69,8 +70,8 @@ def left_weights(config: Config) -> list[str]:
     """Return each kind of weight that stays as it is, with the reason: `attn.q 24 x 40 is off 16`."""
     if config.fp8.recipe == "off":
         return []
-    reasons = [(group[0].name, reason) for group in _groups(config) if (reason := _why_left(config, group))]
-    return list(dict.fromkeys(f"{name.split('.', 2)[2].removesuffix('.weight')} {reason}" for name, reason in reasons))
+    reasons = (_why_left(config, group) for group in _groups(config))
+    return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 
 
 def fp8_faults(config: Config) -> Iterator[Fault]:
@@ -90,16 +91,11 @@ def fp8_faults(config: Config) -> Iterator[Fault]:
         if not any(fnmatchcase(name, pattern) for name in names):
             text = f"fp8.skip {pattern} fits no weight of a linear in blocks; their names are such as {names[0]}"
             yield {"fp8.skip", "model.num_layers"}, text
-    off = [
-        linear for group in groups if _why_left(config, group) is None for linear in group if _is_off(config, linear)
-    ]
-    if off:
-        shape, size = "{} x {}".format(*off[0].own), fp8.size
-        text = (
-            f"{off[0].name} is {shape} on each of parallel.tp {parallel.tp} ranks, and fp8.recipe {fp8.recipe} takes "
-        )
-        text += f"multiples of {size}"
-        yield {"fp8.recipe", "parallel.tp", *_sides(off[0])}, f"{text}: {_way(config, off[0])}"
+    parts = [linear for group in groups if _why_left(config, group) is None for linear in group]
+    for linear in [each for each in parts if any(side % fp8.size for side in each.own)][:1]:
+        text = "{} is {} x {} on each of ".format(linear.name, *linear.own)
+        text += f"parallel.tp {parallel.tp} ranks, and fp8.recipe {fp8.recipe} takes multiples of {fp8.size}"
+        yield {"fp8.recipe", "parallel.tp", *_sides(linear)}, f"{text}: {_way(config, linear)}"
     yield from _token_faults(config)
 
 
@@ -108,16 +104,14 @@ def _token_faults(config: Config) -> Iterator[Fault]:
     fp8, parallel = config.fp8, config.parallel
     if fp8.wgrad != "fp8":
         return
-    is_tiled = fp8.recipe == "blockwise"
-    num_parts = parallel.cp * (2 if gathers_keys(config) else 1)
     for length in row_lengths(config):
-        runs = (
-            config.train.micro_batch_size * length // parallel.cp
-            if num_parts == 1 or not is_tiled
-            else (length // num_parts)
-        )
-        if runs % fp8.size:
-            text = f"fp8.wgrad fp8 sums over {runs} tokens of a rank, and fp8.recipe {fp8.recipe} takes multiples of "
+        num_tokens = config.train.micro_batch_size * length // parallel.cp
+        if fp8.recipe == "blockwise" and gathers_keys(config):  # two runs of each row
+            num_tokens = length // (2 * parallel.cp)
+        if num_tokens % fp8.size:
+            text = (
+                f"fp8.wgrad fp8 adds up {num_tokens} tokens of a rank, and fp8.recipe {fp8.recipe} takes multiples of "
+            )
             names = {"fp8.wgrad", "fp8.recipe", "train.micro_batch_size", "train.seq_length", "parallel.cp"}
             yield names, f"{text}{fp8.size}: --fp8.wgrad bf16"
             return
@@ -133,13 +127,14 @@ def _why_left(config: Config, group: list[Linear]) -> str | None:
     size = config.fp8.size
     for linear in group:
         if any(side % size for side in linear.shape):
-            return "{} x {} is off {}".format(*linear.shape, size)
-    patterns = [pattern for pattern in config.fp8.skip if any(fnmatchcase(each.name, pattern) for each in group)]
-    return f"is left by fp8.skip {patterns[0]}" if patterns else None
+            return "{} {} x {} is off {}".format(_kind(linear), *linear.shape, size)
+    fitting = [each for each in group if any(fnmatchcase(each.name, pattern) for pattern in config.fp8.skip)]
+    return f"{_kind(fitting[0])} is left by fp8.skip" if fitting else None
 
 
-def _is_off(config: Config, linear: Linear) -> bool:
-    return any(side % config.fp8.size for side in linear.own)
+def _kind(linear: Linear) -> str:
+    """Return the name of a weight within its layer: `attn.q`."""
+    return linear.name.split(".", 2)[2].removesuffix(".weight")
 
 
 def _sides(linear: Linear) -> set[str]:
@@ -154,4 +149,4 @@ def _way(config: Config, linear: Linear) -> str:
     if ".mlp." in linear.name and not has_experts(model, int(linear.name.split(".")[1])):
         size = resolved_model(model).ffn_hidden_size
         return f"--model.ffn-hidden-size {-(-size // unit) * unit}"
-    return f'--fp8.skip "*.{linear.name.split(".", 2)[2]}"'
+    return f'--fp8.skip "*.{_kind(linear)}.weight"'

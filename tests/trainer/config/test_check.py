@@ -156,3 +156,53 @@ def test_rows_that_ranks_do_not_share(model: dict, parallel: dict, world_size: i
     with pytest.raises(UserError, match=re.escape(text)) as caught:
         config_from({"model": model, "parallel": parallel}, source="run", world_size=world_size)
     assert len(caught.value.message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "fp8", "parallel", "text"),
+    [
+        (
+            {},
+            {"recipe": "blockwise"},
+            {"tp": 4},
+            "layers.0.attn.q.weight is 64 x 256 on each of parallel.tp 4 ranks, and fp8.recipe blockwise takes "
+            'multiples of 128: --fp8.skip "*.attn.q.weight"',
+        ),
+        (
+            {"ffn_hidden_size": 1040},
+            {"recipe": "rowwise"},
+            {"tp": 2},
+            "layers.0.mlp.gate.weight is 520 x 256 on each of parallel.tp 2 ranks, and fp8.recipe rowwise takes "
+            "multiples of 16: --model.ffn-hidden-size 1056",
+        ),
+        (
+            {},
+            {"recipe": "rowwise", "skip": ("head.*",)},
+            {},
+            "fp8.skip head.* fits no weight of a linear in blocks; their names are such as layers.0.attn.q.weight",
+        ),
+        (
+            {},
+            {"recipe": "blockwise", "wgrad": "fp8"},
+            {"cp": 4, "cp_method": "ulysses"},
+            "fp8.wgrad fp8 adds up 64 tokens of a rank, and fp8.recipe blockwise takes multiples of 128: --fp8.wgrad "
+            "bf16",
+        ),
+        ({}, {"recipe": "rowwise"}, {"tp": 2, "tp_overlap_parts": 2}, "parallel.tp_overlap_parts 2 is for wider"),
+        ({}, {"wgrad": "fp8"}, {}, "fp8.wgrad needs fp8.recipe"),
+    ],
+    ids=["part off 128", "part off 16", "no such weight", "tokens off 128", "parts of tokens", "without effect"],
+)
+def test_products_in_eight_bits_that_do_not_fit_are_refused(
+    model: dict[str, Any], fp8: dict[str, Any], parallel: dict[str, Any], text: str
+) -> None:
+    config = tables.Config(
+        model=tables.ModelConfig(**{"hidden_size": 256, "num_heads": 4, "ffn_hidden_size": 512} | model),
+        fp8=tables.Fp8Config(**fp8),
+        parallel=tables.ParallelConfig(**parallel),
+        train=tables.TrainConfig(seq_length=256, precision="bf16"),
+    )
+    num_ranks = config.parallel.tp * config.parallel.cp
+    assert [fault for _, fault in cross_faults(config, num_ranks) if fault.startswith(text)], cross_faults(
+        config, num_ranks
+    )
