@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckptkit import Coords
 from threefold.errors import UserError
-from trainer.config import Config
+from trainer.config import Config, Fp8Config
 from trainer.engine import Engine
 from trainer.model.cache import KeyValueCache, Turn
 from trainer.model.chunk import Chunk
@@ -27,8 +27,9 @@ Choose = Callable[[Tensor], Tensor]  # the next token of each row, from logits [
 
 
 def for_decoding(config: Config) -> Config:
-    """Return the configuration of a model that decodes: tokens are not cut, and nothing is made again.
+    """Return the configuration of a model that decodes: tokens are not cut, nothing is made again or in eight bits.
 
+    A scale of eight bits may be one of all tokens of a pass, and rows would then depend on the others of a batch.
     UserError for a layout whose ranks would have nothing to do.
     """
     parallel = config.parallel
@@ -41,7 +42,7 @@ def for_decoding(config: Config) -> Config:
             hint=f"trainer launch --nproc-per-node {num_ranks} generate ..., or --tp {parallel.tp * parallel.dp}",
         )
     train = replace(config.train, recompute="none")
-    return replace(config, parallel=replace(parallel, sequence_parallel="off"), train=train)
+    return replace(config, parallel=replace(parallel, sequence_parallel="off"), train=train, fp8=Fp8Config())
 
 
 class Decoder:

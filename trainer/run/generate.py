@@ -59,10 +59,10 @@ class Generation:
         if len(tokens) <= len(before) * (not is_whole):
             raise UserError("the prompt holds no token", hint="--prompt 'Once upon a time'")
         if len(tokens) > self.window:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens, and the model reads {self.window}: {text[:40]!r} ...",
-                hint=f"a shorter one, or --train.seq-length {len(tokens)}, which is longer than what it was trained on",
-            )
+            message = f"the prompt has {len(tokens)} tokens, and the model reads {self.window}: {text[:40]!r} ..."
+            longer = f", or --train.seq-length {len(tokens)}, which is longer than what it was trained on"
+            has_table = self._checkpoint.config.model.position == "learned"
+            raise UserError(message, hint="a shorter one" + ("" if has_table else longer))
         return tokens
 
     def stream(
