@@ -11,7 +11,7 @@ from threefold.options import argument
 from trainer.config import Config
 from trainer.config.foreign.translate import translated
 from trainer.job.failure import let_first_speak
-from trainer.job.slurm import adopt_slurm
+from trainer.job.starters import adopt_start
 
 T = TypeVar("T")
 ELSEWHERE = (
@@ -29,8 +29,8 @@ class OfCheckpoint:
 
 
 def world_size() -> int:
-    """Return the number of processes that torchrun or srun started; 1 without them."""
-    adopt_slurm(os.environ)
+    """Return the number of processes that torchrun, srun or mpirun started; 1 without them."""
+    adopt_start(os.environ)
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
