@@ -3,9 +3,10 @@
     python benchmarks/trainer/generate.py [--device cpu] [--precision fp32] [--sizes 768,12,12,4,2048] [--tokens 12]
 
 transformers must be there: `pip install transformers --target FOLDER` and PYTHONPATH=FOLDER keep it apart. It makes the
-model, a Llama with random weights, and saves it; the trainer opens that folder. Both read a prompt and then take the
-likeliest token, which must be the same in fp32. A token is the median of steps of both in turn; lengths are those
-before the first of them. "uncached" computes all of the row again, as `Engine.logits` does.
+model, a Llama with random weights, and saves it; the trainer opens that folder. Both read prompts and then take the
+likeliest token of each row: another one only where two are all but equally likely. A token is the median of steps of
+both in turn; lengths are those before the first of them. "uncached" computes all of one row again, as `Engine.logits`
+does.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def main() -> int:
         "ms a token",
         "transformers",
         "ratio",
-        "same tokens",
+        "rows of the same tokens",
         *["uncached"] * arguments.uncached,
     )
     print_table(columns, rows)
@@ -102,7 +103,8 @@ def compared(peer: Any, model: TrainedModel, context: int, batch: int, arguments
     claim = f"a token after {context} of {batch} row{'s' * (batch > 1)}, {arguments.device}, {arguments.precision}"
     arguments.record.add(claim, own, "ms", peer={"transformers with its cache": other})
     line = [str(batch), str(context), f"{own:.1f}", f"{other:.1f}", f"{own / other:.2f}"]
-    line.append("yes" if tokens["trainer"] == tokens["transformers"] else "NO")
+    rows = (zip(*tokens[name], strict=True) for name in ("trainer", "transformers"))
+    line.append(f"{sum(row == other for row, other in zip(*rows, strict=True))} of {batch}")
     if arguments.uncached:
         start = time.perf_counter()
         with torch.no_grad():

@@ -57,3 +57,19 @@ def test_a_number_at_an_end_takes_a_token_that_stays() -> None:
     sampling = Sampling(1.0, top_k=1)
     logits = torch.tensor([[0.0, 1.0, 0.0]]).expand(2, -1)
     assert sampling.choose(logits, [0.0, 1 - 2.0**-53]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7, 20, 0.9, 0.05), Sampling(1.3, 0, 0.5), Sampling(2.0, 7), Sampling(0.9, min_p=0.2)]
+)
+def test_tokens_that_stay_are_those_of_transformers(sampling: Sampling) -> None:
+    library = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    warpers = [library.TemperatureLogitsWarper(sampling.temperature)]
+    warpers += [library.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [library.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    warpers += [library.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    logits = scores = 3 * torch.randn(50, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for warper in warpers:
+        scores = warper(torch.zeros(50, 1, dtype=torch.int64), scores)
+    found = sampling.probabilities(logits)
+    torch.testing.assert_close(found / found.sum(1, keepdim=True), scores.softmax(1))
