@@ -46,7 +46,7 @@ def for_decoding(config: Config) -> Config:
 
 
 class Decoder:
-    """Rows under way; every rank makes the same calls. The rows of a new batch take the place of the last one's."""
+    """The rows of one batch under way; every rank makes the same calls. Decoders of an engine may take turns."""
 
     def __init__(self, engine: Engine) -> None:
         """Take an engine whose configuration is `for_decoding`."""

@@ -44,9 +44,9 @@ class Generation:
         self._checkpoint, self._ranks = replace(checkpoint, config=config), ranks
 
     @cached_property
-    def decoder(self) -> Decoder:
+    def model(self) -> TrainedModel:
         """Return the loaded model."""
-        return Decoder(TrainedModel(self._checkpoint, self._ranks).engine)
+        return TrainedModel(self._checkpoint, self._ranks)
 
     def encode(self, text: str, *, is_whole: bool = False) -> list[int]:
         """Return the tokens of a prompt, without what the tokenizer puts behind a text, or around one that `is_whole`.
@@ -94,7 +94,7 @@ class Generation:
             return sampling.choose(logits_BV, [number_of(row.key, row.draw, row.place) for row in rows])
 
         most = max(min(len(row.prompt_tokens) + row.until.num_tokens - 1, self.window) for row in rows)
-        decoder = self.decoder
+        decoder = Decoder(self.model.engine)
         tokens = decoder.begin([row.prompt_tokens for row in rows], choose, most_tokens=most)
         while rows:
             for row, token in zip(rows, tokens, strict=True):

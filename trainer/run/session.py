@@ -113,7 +113,7 @@ class Session:
     def converse(self) -> None:
         """Answer lines of stdin until it ends; with a template they are one conversation, else each is continued."""
         messages = list[Message]()
-        if self.generation.decoder and sys.stdin.isatty():
+        if self.generation.model and sys.stdin.isatty():
             self.ranks.say(f"a line is answered at once; {FORGET} begins a new conversation, {END} or Ctrl-D ends")
         for line in self._lines():
             if line == FORGET:

@@ -141,6 +141,13 @@ def test_several_processes_answer_lines_of_stdin(run: Path) -> None:
     assert done.stderr.count("the prompt has 40 tokens") == 1
 
 
+def test_streams_may_take_turns(generation: Generation) -> None:
+    prompts = [[generation.encode(text)] for text in PROMPTS[:2]]
+    alone = [list(generation.stream(prompt, Until(6), WARM)) for prompt in prompts]
+    turns = zip(*(generation.stream(prompt, Until(6), WARM) for prompt in prompts), strict=True)
+    assert [list(pieces) for pieces in zip(*turns, strict=True)] == alone
+
+
 def test_a_prompt_may_fill_the_window(generation: Generation) -> None:
     window = generation.window
     [piece] = generation.stream([generation.encode("w1 " * window)], Until(5))
