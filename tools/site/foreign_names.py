@@ -41,6 +41,8 @@ FUNCTIONS = {
     "selective": "`train.recompute` = selective with modules that are kept here",
     "uniform": "`train.recompute_num_layers` = 0, of units of one layer",
     "llama3_scaling": "`model.rope_scaling`, with the factors of Llama 3.1",
+    "wide_wgrad": "`fp8.wgrad` = bf16",
+    "format_of_gradients": "`fp8.grad_format`: hybrid is e5m2; it needs a recipe",
     "data_path": "`data.stores` and `data.weights`",
     "train_data_path": "`data.stores` and `data.weights`",
     "valid_data_path": "`data.valid.stores` and `data.valid.weights`",

@@ -67,7 +67,10 @@ def keeps_columns(config: Config, *, experts: bool) -> int:
 
 
 def left_weights(config: Config) -> list[str]:
-    """Return each kind of weight that stays as it is, with the reason: `attn.q 24 x 40 is off 16`."""
+    """Return each kind of weight that stays as it is, with the reason: `mlp.down 40 x 24 is off 16`.
+
+    Those of its matrix stay too: `attn.k 64 x 256 is off 128, and so attn.q, attn.v`.
+    """
     if config.fp8.recipe == "off":
         return []
     reasons = (_why_left(config, group) for group in _groups(config))
@@ -124,12 +127,14 @@ def _groups(config: Config) -> Iterator[list[Linear]]:
 
 def _why_left(config: Config, group: list[Linear]) -> str | None:
     """Return why the weights of a matrix stay as they are, None if they do not."""
-    size = config.fp8.size
-    for linear in group:
-        if any(side % size for side in linear.shape):
-            return "{} {} x {} is off {}".format(_kind(linear), *linear.shape, size)
-    fitting = [each for each in group if any(fnmatchcase(each.name, pattern) for pattern in config.fp8.skip)]
-    return f"{_kind(fitting[0])} is left by fp8.skip" if fitting else None
+    size, skip = config.fp8.size, config.fp8.skip
+    off = [linear for linear in group if any(side % size for side in linear.shape)]
+    left = off or [linear for linear in group if any(fnmatchcase(linear.name, pattern) for pattern in skip)]
+    if not left:
+        return None
+    reason = " {} x {} is off {}".format(*off[0].shape, size) if off else " is left by fp8.skip"
+    others = ", ".join(_kind(linear) for linear in group if linear is not left[0])
+    return _kind(left[0]) + reason + (f", and so {others}" if others else "")
 
 
 def _kind(linear: Linear) -> str:

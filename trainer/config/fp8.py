@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from threefold.needs import GIVEN
 from threefold.options import option
 
-ON = {"recipe": GIVEN}
+ON = {"recipe": ("tensorwise", "blockwise", "rowwise")}
 TILE = 128  # values of a row that share a scale, and both sides of a block of a weight that does
 ALIGNED = 16  # bytes that rows of a product in eight bits begin at a multiple of
 

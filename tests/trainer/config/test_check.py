@@ -18,6 +18,7 @@ from threefold.options import FlagText, Leaf
 from trainer import config as tables
 from trainer.checkpoint.changes import value_of
 from trainer.config.check import cross_faults
+from trainer.config.eight_bits import left_weights
 from trainer.config.walk import config_from, load_config
 
 TABLES = {
@@ -189,7 +190,13 @@ def test_rows_that_ranks_do_not_share(model: dict, parallel: dict, world_size: i
             "bf16",
         ),
         ({}, {"recipe": "rowwise"}, {"tp": 2, "tp_overlap_parts": 2}, "parallel.tp_overlap_parts 2 is for wider"),
-        ({}, {"wgrad": "fp8"}, {}, "fp8.wgrad needs fp8.recipe"),
+        (
+            {},
+            {"wgrad": "fp8"},
+            {},
+            'fp8.wgrad needs fp8.recipe = "tensorwise" or "blockwise" or "rowwise", which is "off": '
+            "--fp8.recipe tensorwise",
+        ),
     ],
     ids=["part off 128", "part off 16", "no such weight", "tokens off 128", "parts of tokens", "without effect"],
 )
@@ -206,3 +213,26 @@ def test_products_in_eight_bits_that_do_not_fit_are_refused(
     assert [fault for _, fault in cross_faults(config, num_ranks) if fault.startswith(text)], cross_faults(
         config, num_ranks
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "skip", "texts"),
+    [
+        ({"num_kv_heads": 1}, "blockwise", (), ["attn.k 64 x 256 is off 128, and so attn.q, attn.v"]),
+        ({}, "rowwise", ("*.gate.*",), ["mlp.gate is left by fp8.skip, and so mlp.up"]),
+        (
+            {"ffn_hidden_size": 200, "activation": "gelu"},
+            "tensorwise",
+            (),
+            ["mlp.up 200 x 256 is off 16", "mlp.down 256 x 200 is off 16"],
+        ),
+        ({}, "off", (), []),
+    ],
+    ids=["keys off 128", "gate alone", "sides off 16", "off"],
+)
+def test_all_weights_that_stay_as_they_are_are_listed(
+    model: dict[str, Any], recipe: Any, skip: tuple[str, ...], texts: list[str]
+) -> None:
+    model = {"hidden_size": 256, "num_heads": 4, "ffn_hidden_size": 512} | model
+    config = tables.Config(model=tables.ModelConfig(**model), fp8=tables.Fp8Config(recipe=recipe, skip=skip))
+    assert left_weights(config) == texts

@@ -268,6 +268,16 @@ def scale_of_power(_config: Config, text: FlagText) -> dict[str, str]:
     return {"train.initial_loss_scale": str(2**power)}
 
 
+def format_of_gradients(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the format of gradients; ValueError without a recipe, as that of Megatron-LM is delayed then."""
+    formats = {"e4m3": "e4m3", "hybrid": "e5m2"}
+    if text.text not in formats:
+        raise ValueError(f"must be e4m3 or hybrid, got {text.text!r}")
+    if config.fp8.recipe == "off":
+        raise ValueError("scales are of the values at hand here, not of steps before: --fp8-recipe tensorwise")
+    return {"fp8.grad_format": formats[text.text]}
+
+
 FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     **{name: partial(in_steps, *how) for name, how in IN_STEPS.items()},
     "lr_decay_ratio": fall_of_ratio,
@@ -288,5 +298,7 @@ FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     "valid_data_path": lambda _, text: stores(text, "data.valid"),
     "eval_iters": evaluated,
     "split": split,
+    "wide_wgrad": lambda _, text: {"fp8.wgrad": "bf16"},  # before --fp8-recipe as well as behind it
+    "format_of_gradients": format_of_gradients,
     "train_data_path": lambda _, text: stores(text, "data") | {"data.split": ""},
 }
