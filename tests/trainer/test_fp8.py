@@ -23,6 +23,7 @@ from tests.trainer.support.threads import run_threads
 from tests.trainer.support.training import Job, curve, hash_of, write_config, write_stores
 from trainer.config import Fp8Config
 
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 LAYOUTS = {
     "tp2": (ParallelLayout(tp=2), {}),
     "tp2, whole tokens": (ParallelLayout(tp=2), {"sequence_parallel": "off"}),
@@ -99,6 +100,7 @@ def test_shares_of_values_are_counted_in_some_steps() -> None:
     assert all(0 < share < 0.5 for share in zero), "gradients of masked tokens are small"
 
 
+@ON_GPU
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_on_a_gpu_are_those_of_the_values(recipe: str) -> None:
@@ -128,6 +130,7 @@ def test_products_on_a_gpu_are_those_of_the_values(recipe: str) -> None:
         assert (gradient.double() - times * expected).norm() <= 1e-3 * times * expected.norm(), "written, then added"
 
 
+@ON_GPU
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("wgrad", ["bf16", "fp8"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from datakit import Cursor, Recorded, StreamRecord
-from trainer.config import Config
+from trainer.config import Config, Fp8Config
 from trainer.loss_scale import recorded
 from trainer.store.lr import learning_rate
 from trainer.verdict import StepStats
@@ -26,6 +26,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
         "groups",
     ],
     "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
+    "fp8": [field.name for field in dataclasses.fields(Fp8Config)],
 }
 
 
@@ -116,7 +117,7 @@ def recorded_tables(config: Config) -> dict[str, Any]:
         for key in keys:
             if tables[table][key] == plain[table][key]:
                 del tables[table][key]
-    return tables
+    return {table: values for table, values in tables.items() if values}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

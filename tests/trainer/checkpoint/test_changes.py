@@ -30,6 +30,7 @@ KEEPS = {
         "timeout_s",
     },
     "optim": {"master"},
+    "fp8": {"stats_interval"},
     "train": {
         "initial_loss_scale",
         "train_steps",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.support.training import call, curve
 from trainer.checkpoint.progress import YOUNG, recorded_tables
-from trainer.config import Config
+from trainer.config import Config, Fp8Config
 
 FLAT = ("--optim.schedule", "constant", "--lr", 4e-3, "--optim.min-lr", 1e-3)
 
@@ -92,3 +92,4 @@ def test_a_step_records_younger_keys_only_where_they_say_something(job_config: P
     assert set(YOUNG["optim"]) & recorded(tmp_path / "flat")["optim"].keys() == {"schedule"}
     tables = recorded_tables(Config())
     assert tables.keys() == {"model", "parallel", "data", "optim", "train", "ops", "checkpoint", "log"}
+    assert recorded_tables(Config(fp8=Fp8Config(recipe="rowwise")))["fp8"] == {"recipe": "rowwise"}
