@@ -41,6 +41,8 @@ def test_layer_norm() -> None:
     torch.testing.assert_close(compiled(x, weight), form(x, weight))
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_rope() -> None:
     turns = rope_turns(torch.arange(4), 8, 1e4, torch.float32)
 

@@ -125,15 +125,15 @@ def sharded(config: Config, zero_stage: Any, **parallel: Any) -> Config:
     return replace(config, parallel=replace(config.parallel, **options))
 
 
-SLOW_SHARDED = [
+SHARDED = [
     (model, layout)
     for model in ("llama", "gpt2")
     for layout in ("dp2", "dp4", "tp2-dp2", "dp2-pp2", "dp2-pp2-virtual2", "cp2-pp2")
-    if (model, layout) != ("llama", "dp2")
 ]
-SHARDED = [("llama", "dp2"), *(pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.ci)) for case in SLOW_SHARDED)]
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), SHARDED)
 def test_gradients_and_parameters_that_are_cut(model: str, layout: str) -> None:
     """Stages 2 and 3 have equal bits however passes follow each other; of one micro-batch stage 1 has the same too.
@@ -245,12 +245,9 @@ def test_other_stages_in_bf16() -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("llama", "tp2"),
-        *(pytest.param("gpt2", layout, marks=pytest.mark.slow) for layout in ("tp2-pp3", "tp2-dp2", "tp2-dp2-pp2")),
-    ],
+    ("model", "layout"), [("llama", "tp2"), *(("gpt2", layout) for layout in ("tp2-pp3", "tp2-dp2", "tp2-dp2-pp2"))]
 )
 def test_cut_tokens_transferred_in_parts(model: str, layout: str) -> None:
     """With 8 rows a part; MKL multiplies fewer with other kernels."""

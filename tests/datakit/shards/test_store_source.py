@@ -145,7 +145,8 @@ def test_content_that_is_not_the_manifests_is_told(archived: Path, tmp_path: Pat
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["503", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "cut"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["503", "reset", "cut"])
 def test_passing_faults_of_s3_are_survived(
     archived: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -161,7 +162,7 @@ def test_passing_faults_of_s3_are_survived(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["503", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "stall"))])
 def test_lasting_faults_of_s3_are_one_error_and_no_hang(
     archived: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

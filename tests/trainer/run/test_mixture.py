@@ -103,6 +103,8 @@ seq_length = 48
 """
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_rows_of_a_run_change_their_length(
     folder: Path, batches: list[Batch], capsys: pytest.CaptureFixture[str]
 ) -> None:
