@@ -93,6 +93,8 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Box, int, 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @settings(max_examples=20 * settings().max_examples)  # thousands with the profile "thorough"
 @given(st.data())
 def test_any_cut_to_any_cut(data: st.DataObject) -> None:

@@ -124,6 +124,8 @@ def test_what_is_not_whole_is_no_step_and_not_in_the_way(tmp_path: Path, capfd: 
     assert job.load()[0].step == 4
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_a_step_that_is_named_is_looked_for_in_all_places(tmp_path: Path) -> None:
     job = Job(tmp_path, replica=False, slower=2)
     job.save(2, 4)

@@ -203,6 +203,8 @@ def test_all_ranks_go_to_the_next_tier_together(disk: Path, tmp_path: Path) -> N
     assert {path.name for path in (disk / "run").iterdir()} == {"step-000000009"}, "no word of the failed try is left"
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_a_copied_step_goes_although_no_save_follows(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.4)
     checkpointer = saver(tmp_path / "run", s3_url, every=6)
