@@ -77,7 +77,9 @@ class Engine:
         choices, ours = self.choices, (self.config, self.mesh, self.dtype, recorded)
         choices.attention = choose_attention(*ours, by_timing=by_timing)
         choices.expert_gradients = choose_gradients(*ours)
-        choices.expert_parts = choose_expert_parts(*ours, choices.forms.experts, by_timing=by_timing)
+        choices.expert_parts = choose_expert_parts(
+            *ours, choices.forms.experts, choices.expert_gradients, by_timing=by_timing
+        )
 
     def train_step(self, step: int, batch: Batch) -> StepStats:
         """Take the step that follows `step` steps; UserError if the loss or the gradient norm is not finite."""

@@ -98,26 +98,15 @@ class Recipe:
     ) -> tuple[Quantised | None, Quantised | None]:
         """Return a factor in eight bits, and transposed; `over` are the groups that cut its columns, and its rows."""
         x_RC = x_RC.contiguous()
-        is_shared = any(over) and scaling in ("tensor", "row")
-        largest = self._largest(x_RC, scaling, over, rows=rows, columns=columns) if is_shared else (None, None)
+        largest: Maxima = (None, None)
+        if any(over) and scaling in ("tensor", "row"):  # those of all ranks that have a part of what shares a scale
+            by_row, by_column = maxima(x_RC, scaling, rows=rows, columns=columns)
+            if scaling == "tensor":
+                largest = (largest_of(by_column if by_row is None else by_row, (*over[0], *over[1])),) * 2
+            else:
+                largest = largest_of(by_row, over[0]), largest_of(by_column, over[1])
         dtype = FORMATS[self.fp8.grad_format if is_gradient else "e4m3"]
         return quantise(x_RC, scaling, dtype, pow2=self.fp8.pow2_scale, rows=rows, columns=columns, maxima=largest)
-
-    def _largest(
-        self,
-        x_RC: Tensor,
-        scaling: Scaling,
-        over: tuple[Sequence[Group], Sequence[Group]],
-        *,
-        rows: bool,
-        columns: bool,
-    ) -> Maxima:
-        """Return the largest magnitudes of what shares a scale, on all ranks that have a part of it."""
-        by_row, by_column = maxima(x_RC, scaling, rows=rows, columns=columns)
-        if scaling == "tensor":
-            largest = largest_of(by_column if by_row is None else by_row, (*over[0], *over[1]))
-            return largest, largest
-        return largest_of(by_row, over[0]), largest_of(by_column, over[1])
 
 
 def largest_of(magnitudes: Tensor | None, groups: Sequence[Group]) -> Tensor | None:

@@ -67,8 +67,9 @@ def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpCh
     if config.model.num_experts and mesh.device.type == "cuda":
         check_experts(config, mesh, dtype)
     attention = choose_attention(config, mesh, dtype, {}, by_timing=False)
-    parts = choose_expert_parts(config, mesh, dtype, {}, forms.experts, by_timing=False)
-    return OpChoices(attention, forms, layer_windows(config), parts, choose_gradients(config, mesh, dtype, {}))
+    kernel = choose_gradients(config, mesh, dtype, {})
+    parts = choose_expert_parts(config, mesh, dtype, {}, forms.experts, kernel, by_timing=False)
+    return OpChoices(attention, forms, layer_windows(config), parts, kernel)
 
 
 def choose_gradients(config: Config, mesh: ProcessMesh, dtype: torch.dtype, recorded: Mapping[str, str]) -> str | None:

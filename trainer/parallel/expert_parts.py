@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, longest_row
-from trainer.linear.grouped import GroupedGemm, gradient_kernels
+from trainer.linear.grouped import GroupedGemm
 from trainer.linear.weight import Weight
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.dtypes import wide_dtype
@@ -26,12 +26,19 @@ NAME, TIMED = "expert-parts", (1, 2, 4)  # under which a run records the number;
 
 
 def choose_expert_parts(
-    config: Config, mesh: ProcessMesh, dtype: torch.dtype, recorded: Mapping[str, str], form: str, *, by_timing: bool
+    config: Config,
+    mesh: ProcessMesh,
+    dtype: torch.dtype,
+    recorded: Mapping[str, str],
+    form: str,
+    kernel: str | None,
+    *,
+    by_timing: bool,
 ) -> int | None:
     """Return the number of parts, on all ranks the same; None if no tokens travel.
 
     It is 1 unless the configuration or `recorded` says another, or it is chosen `by_timing` on GPUs with ops of rows in
-    a `form`. All ranks call it.
+    a `form` and a `kernel` of gradients. All ranks call it.
     """
     parallel = config.parallel
     if mesh.ep.size == 1:
@@ -41,7 +48,7 @@ def choose_expert_parts(
         return number
     if not by_timing or mesh.device.type != "cuda":
         return 1
-    layer = _Layer(config, mesh, dtype, form)
+    layer = _Layer(config, mesh, dtype, form, kernel)
     seconds = [median_seconds(lambda number=number: layer.passes(number)) for number in TIMED]  # type: ignore[misc]
     slowest = mesh.world.all_reduce(torch.tensor(seconds, dtype=torch.float64, device=mesh.device), "max").tolist()
     return TIMED[slowest.index(min(slowest))]
@@ -50,7 +57,7 @@ def choose_expert_parts(
 class _Layer:
     """The experts of a layer, with weights and tokens of a rank whose values do not matter."""
 
-    def __init__(self, config: Config, mesh: ProcessMesh, dtype: torch.dtype, form: str) -> None:
+    def __init__(self, config: Config, mesh: ProcessMesh, dtype: torch.dtype, form: str, kernel: str | None) -> None:
         model, parallel, device = config.model, config.parallel, mesh.device
         tensor = TensorParallel(mesh.tp, cuts_tokens(config))
         limit = RowLimit(parallel.moe_rows, device)
@@ -65,7 +72,6 @@ class _Layer:
             values = torch.zeros(shape, dtype=dtype, device=device)
             return Weight(name, values, torch.zeros(shape, dtype=wide_dtype(dtype), device=device), contributes=True)
 
-        kernel = next(iter(gradient_kernels(device, dtype)), None)
         self.up = GroupedGemm(weight("up", 2 * num_here, ffn_size, model.hidden_size), 2, lambda: kernel)
         self.down = GroupedGemm(weight("down", num_here, model.hidden_size, ffn_size), kernel=lambda: kernel)
         num_tokens = config.train.micro_batch_size * longest_row(config) // mesh.cp.size

@@ -34,14 +34,14 @@ def test_a_run_takes_what_is_named_or_recorded(number: int, recorded: dict[str, 
 def test_without_ranks_of_ep_there_are_none() -> None:
     engine = make_engine(0, mixture("shared"))
     ours = engine.config, engine.mesh, engine.dtype
-    assert choose_expert_parts(*ours, {"expert-parts": "4"}, "csrc", by_timing=True) is None
+    assert choose_expert_parts(*ours, {"expert-parts": "4"}, "csrc", None, by_timing=True) is None
     assert "expert-parts" not in engine.choices.names
 
 
 def test_what_is_timed_is_a_layer_of_the_run() -> None:
     def passed(rank: int, config: Config, *, network: Network) -> list[torch.Size]:
         engine = make_engine(rank, config, network=network)
-        layer = _Layer(engine.config, engine.mesh, engine.dtype, "csrc")
+        layer = _Layer(engine.config, engine.mesh, engine.dtype, "csrc", None)
         return [layer.passes(number).shape for number in TIMED]
 
     config = mixture("shared", "ep2-dp2")
