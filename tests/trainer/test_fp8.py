@@ -56,6 +56,20 @@ def test_a_cut_of_both_sides_has_them_too(recipe: str) -> None:
     assert reference["losses"][0] == pytest.approx(plain["losses"][0], abs=0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("num_kv_heads", "parallel", "fp8"), [(1, {}, {}), (2, {"sequence_parallel": "off"}, {"wgrad": "bf16"})]
+)
+def test_ranks_with_the_same_keys_round_the_sum_of_their_gradients(
+    num_kv_heads: int, parallel: dict[str, Any], fp8: dict[str, Any]
+) -> None:
+    model = {"hidden_size": 512, "head_size": 128, "num_kv_heads": num_kv_heads, "ffn_hidden_size": 512}
+    reference = run_steps(0, eight_bits("blockwise", model=model, fp8=fp8), 2)
+    cut = eight_bits("blockwise", ParallelLayout(tp=4), model=model, fp8=fp8, **parallel)
+    assert_parity(run_threads(4, run_steps, cut, 2), reference)
+
+
 SAME = {
     "gpipe": ({"schedule": "gpipe"}, {}),
     "zb-h1": ({"schedule": "zb-h1"}, {}),

@@ -126,9 +126,10 @@ def largest_of(magnitudes: Tensor | None, groups: Sequence[Group]) -> Tensor | N
 class Fp8Gemm:
     """The products of a weight [N, K] in eight bits; owned by the training thread.
 
-    `outs` are the groups that cut N, `sums` those that cut K. With `keeps_copies` the weight is cast once an update,
-    both ways if it `is_trained`, else at each use, as it is not there between its passes. With `keeps_columns` a
-    forward pass keeps x transposed in eight bits, and not x itself, which nothing else keeps.
+    `outs` are the groups that cut N, `sums` those that cut K. `sharers` have the same rows of W, and each a part of dy,
+    which is summed before the cast: the first of them has the products. With `keeps_copies` the weight is cast once an
+    update, both ways if it `is_trained`, else at each use, as it is not there between its passes. With `keeps_columns`
+    a forward pass keeps x transposed in eight bits, and not x itself, which nothing else keeps.
     """
 
     def __init__(
@@ -138,13 +139,14 @@ class Fp8Gemm:
         *,
         outs: tuple[Group, ...] = (),
         sums: tuple[Group, ...] = (),
+        sharers: Group | None = None,
         keeps_copies: bool = True,
         keeps_columns: bool = False,
         is_trained: bool = True,
         layer: int = 0,
     ) -> None:
         self.weight, self.recipe, self.outs, self.sums = weight, recipe, outs, sums
-        self.is_trained, self.layer = is_trained, layer
+        self.is_trained, self.layer, self.sharers = is_trained, layer, sharers
         self.keeps_copies, self.narrow = keeps_copies, recipe.fp8.wgrad == "fp8"
         self.keeps_columns = keeps_columns and self.narrow
         self._scaling, self._scaling_of_weight = OF_TOKENS[recipe.fp8.recipe], OF_WEIGHTS[recipe.fp8.recipe]
@@ -173,9 +175,13 @@ class Fp8Gemm:
 
     def share(self, dy_TN: Tensor) -> Copies:
         """Return dy in eight bits, and transposed or as it is."""
-        over = self.outs, self.recipe.tokens
+        over, has_sum = (self.outs, self.recipe.tokens), True
+        if self.sharers is not None:
+            dy_TN, has_sum = self.sharers.all_reduce(dy_TN.clone()), self.sharers.index == 0
+            dy_TN *= has_sum
         rows, columns = self.recipe.cast(dy_TN, self._scaling, over, rows=True, columns=self.narrow, is_gradient=True)
-        self.recipe.counts.add(self.layer, dy_TN, rows)
+        if has_sum:
+            self.recipe.counts.add(self.layer, dy_TN, rows)
         return Copies(rows, columns, None if self.narrow else dy_TN)
 
     def forward(self, x: Copies, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

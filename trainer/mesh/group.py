@@ -95,8 +95,10 @@ class Group:
     @property
     def cause(self) -> str:
         """Return under which name the clock counts waits for it: by the axes that its ranks differ in."""
-        if self.axes in ((Axis.TP,), (Axis.CP,)):
-            return f"comm_{self.axes[0]}"
+        if self.axes == (Axis.CP,):
+            return "comm_cp"
+        if self.axes in ((Axis.TP,), (Axis.KV,)):
+            return "comm_tp"
         over_samples = {Axis.DP, Axis.EDP, Axis.SHARD, Axis.REPLICA}
         return "comm_world" if over_samples.isdisjoint(self.axes) else "comm_dp"
 

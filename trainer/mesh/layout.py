@@ -39,7 +39,7 @@ GROUPS: dict[str, Axes] = {
         (Axis.TP,), (Axis.DP,), (Axis.CP,), OVER_DATA, (Axis.TP, *OVER_DATA), (Axis.KV, *OVER_DATA),
         (*OVER_DATA, Axis.ENDS), (Axis.EDP,), (Axis.TP, Axis.EDP), (Axis.EP,),
         (Axis.SHARD,), (Axis.CP, Axis.SHARD), (Axis.TP, Axis.CP, Axis.SHARD), (Axis.KV, Axis.CP, Axis.SHARD),
-        (Axis.REPLICA,),
+        (Axis.REPLICA,), (Axis.KV,),
     )
 }  # fmt: skip
 _EXPERTS = Placement("first", (Cut(0, "ep"),))

@@ -64,7 +64,8 @@ class ProcessMesh:
         self._made: dict[tuple[tuple[int, ...], ...], list[Group]] = {}
         self.world, self.alone = self._group("world"), Group("alone", (rank,), 0, self.clock)
         self._along = {axes: self._group(name) for name, axes in GROUPS.items()}
-        self.tp, self.dp, self.cp, self.ep = (self._along[axis,] for axis in (Axis.TP, Axis.DP, Axis.CP, Axis.EP))
+        self.tp, self.kv, self.cp = (self._along[axis,] for axis in (Axis.TP, Axis.KV, Axis.CP))
+        self.dp, self.ep = (self._along[axis,] for axis in (Axis.DP, Axis.EP))
         self.activations = self._links("activations")
         self.gradients = self._links("gradients")
 
@@ -100,11 +101,11 @@ class ProcessMesh:
     def _connect(self, name: str) -> list[Group]:
         """Build the groups of a name, or take those of another name that has the same ones.
 
-        Calls of groups along axes come one after the other, so equal ones are one; but what a pass exchanges over cp or
-        ep does not wait behind sums and gathers beside it.
+        Calls of groups along axes come one after the other, so equal ones are one; but what a pass exchanges over cp,
+        ep or kv does not wait behind sums and gathers beside it.
         """
         members, axes = tuple(self._needed[name]), GROUPS.get(name, ())
-        is_alone = axes in ((Axis.CP,), (Axis.EP,)) and len(members[0]) > 1
+        is_alone = axes in ((Axis.CP,), (Axis.EP,), (Axis.KV,)) and len(members[0]) > 1
         if axes and not is_alone and members in self._made:
             return self._made[members]
         groups = []

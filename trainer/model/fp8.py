@@ -1,5 +1,7 @@
 """Which weights of a rank are multiplied in eight bits, and with whom it shares their scales."""
 
+from math import prod
+
 import torch
 
 from threefold.errors import UserError
@@ -34,6 +36,7 @@ def multiply_in_eight_bits(
                 recipe,
                 outs=_if_cut(mesh.tp) if linear.own[0] < linear.shape[0] else (),
                 sums=_if_cut(mesh.tp) if linear.own[1] < linear.shape[1] else (),
+                sharers=mesh.kv if prod(linear.own) * mesh.tp.size > prod(linear.shape) else None,
                 keeps_copies=config.parallel.zero_stage < 3,
                 # the result of attention is there for its own backward
                 keeps_columns=config.train.recompute == "none" and ".attn.out." not in linear.name,

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,7 @@ def test_groups_are_the_ranks_that_share_coordinates(layout: ParallelLayout, dat
         "tp.cp.shard": lambda at: (at.dp // size, at.pp),
         "kv.cp.shard": lambda at: (at.tp, at.dp // size, at.pp),
         "replica": lambda at: (at.tp, at.cp, at.dp % size, at.pp),
+        "kv": lambda at: astuple(at),
     }
     needed = groups_needed(layout, dp_shard=dp_shard)
     for name, key in equal.items():
@@ -223,7 +224,7 @@ def test_holders_are_the_ranks_that_have_the_same_box(layout: ParallelLayout, na
 
 def test_waits_are_counted_by_the_axes_of_a_group() -> None:
     causes = {name: Group(name, (0,), 0, Clock(CPU), axes=axes).cause for name, axes in GROUPS.items()}
-    assert [name for name, cause in causes.items() if cause == "comm_tp"] == ["tp"]
+    assert [name for name, cause in causes.items() if cause == "comm_tp"] == ["tp", "kv"]
     assert [name for name, cause in causes.items() if cause == "comm_cp"] == ["cp"]
     assert {name for name, cause in causes.items() if cause == "comm_world"} == {"ep"}
     assert Group("world", (0,), 0, Clock(CPU)).cause == "comm_world"

@@ -29,6 +29,7 @@ def eight_bits(
     recipe: str,
     layout: ParallelLayout | None = None,
     *,
+    model: dict[str, Any] | None = None,
     fp8: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
     precision: str = "fp64",
@@ -39,7 +40,7 @@ def eight_bits(
     config = config_for("llama", layout, precision=precision)
     config = replace(
         config,
-        model=MODEL,
+        model=replace(MODEL, **(model or {})),
         parallel=replace(config.parallel, **parallel),
         train=replace(config.train, gradient_accumulation_steps=0, **{**BATCH, **(train or {})}),
         fp8=Fp8Config(recipe=recipe, **{"wgrad": "fp8", **(fp8 or {})}),
