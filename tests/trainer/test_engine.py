@@ -9,10 +9,8 @@ import torch
 
 from ckptkit import TensorInfo
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.global_state import assembled, copied, fill
 from tests.trainer.support.parity import MODELS, make_engine
 from tests.trainer.support.plain_model import logits, train
-from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError
 from trainer.checkpoint.mapping import restored_pieces, saved_pieces, tensor_table
 from trainer.config import Config, OptimConfig, ParallelConfig, TrainConfig
@@ -20,6 +18,8 @@ from trainer.config.resolve import resolve
 from trainer.engine import Engine, StepStats
 from trainer.mesh.group import Network
 from trainer.model.microbatch import Batch
+from trainer.verify.threads import run_threads
+from trainer.verify.whole import assembled, copied, fill
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 61, 12, 8, 2, 6
 LAYOUTS_OF_FOUR = [

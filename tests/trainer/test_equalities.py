@@ -11,11 +11,11 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import assemble_weights, config_for, run_steps, small
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config, DataConfig
 from trainer.config.resolve import layout_of, resolve
 from trainer.run.activations import CHOICES
 from trainer.store.leases import Leases
+from trainer.verify.threads import run_threads
 
 QUICK = [("llama", "pp2")]
 RUNS = [*QUICK, *(

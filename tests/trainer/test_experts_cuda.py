@@ -9,13 +9,13 @@ import torch
 from tests.trainer.support.moe import mixture
 from tests.trainer.support.parity import alone, assert_parity, largest_gap, run_steps
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.weights import handle
 from tests.trainer.test_host_waits import two_steps
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.linear import grouped
 from trainer.linear.grouped import GroupedGemm
+from trainer.verify.threads import run_threads
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]

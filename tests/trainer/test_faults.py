@@ -12,7 +12,6 @@ from tests.trainer.support.context_faults import CONTEXT_FAULTS, CP
 from tests.trainer.support.experts import compare_experts
 from tests.trainer.support.faults import DP, FAULTS, GROUPS, PP, TP, Fault
 from tests.trainer.support.fp8_faults import FP8_FAULTS
-from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.holder_faults import HOLDER_FAULTS
 from tests.trainer.support.lease_faults import LEASE_FAULTS
 from tests.trainer.support.moe_faults import EP, EP_OF_TP, EXPERTS, MOE_FAULTS
@@ -31,7 +30,6 @@ from tests.trainer.support.pass_faults import PASS_FAULTS
 from tests.trainer.support.plain_model import train
 from tests.trainer.support.recompute_faults import RECOMPUTE_FAULTS
 from tests.trainer.support.scale_faults import SCALE_FAULTS
-from tests.trainer.support.threads import Deadlock, run_threads
 from tests.trainer.support.token_faults import TOKEN_FAULTS, compare_cut, turning_rows
 from tests.trainer.support.void_faults import VOID_FAULTS
 from threefold.errors import UserError
@@ -39,6 +37,8 @@ from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
+from trainer.verify.threads import Deadlock, run_threads
+from trainer.verify.whole import assembled, copied
 
 ALL_FAULTS = [
     *FAULTS,

@@ -19,9 +19,9 @@ from tests.trainer.support.fp8_faults import (
     gemm_of,
 )
 from tests.trainer.support.parity import assert_parity, local_batch, make_engine, run_steps
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.training import Job, curve, hash_of, write_config, write_stores
 from trainer.config import Fp8Config
+from trainer.verify.threads import run_threads
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 LAYOUTS = {

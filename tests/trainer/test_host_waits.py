@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.moe import mixture
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.engine import Engine
 from trainer.linear import grouped
 from trainer.mesh.group import Network
+from trainer.verify.threads import run_threads
 
 aten = torch.ops.aten
 READS = {

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_iter
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
-from tests.trainer.support.recording import recording_of
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import resolve
 from trainer.mesh.group import Network
 from trainer.ops import native
+from trainer.verify.recording import recording_of
+from trainer.verify.threads import run_threads
 
 here = threading.local()  # `counts` in a thread that counts
 KINDS = "operations", "native operations", "nodes", "allocations", "transfers"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.layouts import configs, layouts
 from tests.trainer.support.parity import alone, assert_parity, run_steps
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import layout_of
+from trainer.verify.threads import run_threads
 
 OF_64 = st.sampled_from([ParallelLayout(tp=4, pp=4, dp=4), ParallelLayout(tp=2, cp=4, pp=2, dp=4)])
 examples = settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])

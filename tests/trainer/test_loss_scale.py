@@ -23,7 +23,6 @@ from tests.trainer.support.scale_faults import (
     half_config,
     overflow,
 )
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.training import call, curve, lines
 from tests.trainer.support.void_faults import states
 from trainer.config import Config, TrainConfig
@@ -32,6 +31,7 @@ from trainer.engine import Engine
 from trainer.loss_scale import LARGEST, MOST_VOIDS, NAMES, LossScale, recorded, recorded_in
 from trainer.store.lr import learning_rate
 from trainer.verdict import Outcome, StepStats, Verdict
+from trainer.verify.threads import run_threads
 
 LAYOUTS = [ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)]
 

@@ -13,10 +13,10 @@ import pytest
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import alone, assert_parity, config_for, run_steps, small
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import cuts_tokens, layout_of, resolve
+from trainer.verify.threads import run_threads
 
 TOKENS_CUT = {"sequence_parallel": "on"}
 IN_PARTS = TOKENS_CUT | {"tp_overlap_parts": 3}

@@ -20,8 +20,8 @@ from tests.trainer.support.parity import (
     small,
 )
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
+from trainer.verify.threads import run_threads
 
 LAYOUTS = [
     (ParallelLayout(tp=2), 1),

@@ -11,13 +11,13 @@ from ckptkit.model.layout import ParallelLayout
 from tests.trainer.pipeline.test_training import assert_equal_bits, with_schedule
 from tests.trainer.support.parity import MODELS, alone, assert_parity, config_for, largest_gap, run_steps
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.threads import run_threads
 from tests.trainer.test_host_waits import CASES as HOST_CASES
 from tests.trainer.test_host_waits import two_steps
 from tests.trainer.test_matrix import CASES, ROWS, deep, reference
 from tests.trainer.test_parity import BOUNDS, assert_trained
 from trainer.config import Config, ParallelConfig
 from trainer.config.resolve import layout_of, resolve
+from trainer.verify.threads import run_threads
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]

@@ -8,12 +8,12 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.mesh.test_mesh import CPU
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
-from tests.trainer.support.recording import Recording, recording_of
-from tests.trainer.support.threads import Deadlock, run_threads
 from trainer.config import Config
 from trainer.mesh.group import Network
 from trainer.mesh.layout import GROUPS
 from trainer.mesh.mesh import ProcessMesh
+from trainer.verify.recording import Recording, recording_of
+from trainer.verify.threads import Deadlock, run_threads
 
 
 def mesh_of(rank: int, layout: ParallelLayout, network: Network) -> ProcessMesh:

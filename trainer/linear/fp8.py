@@ -123,13 +123,24 @@ def largest_of(magnitudes: Tensor | None, groups: Sequence[Group]) -> Tensor | N
     return bits.view(magnitudes.dtype)
 
 
+class CutAlong(NamedTuple):
+    """Who else has parts of a weight [N, K]: the groups that cut N, and K, and the ranks that have the same rows."""
+
+    outs: tuple[Group, ...] = ()
+    sums: tuple[Group, ...] = ()
+    sharers: Group | None = None
+
+
+ALONE = CutAlong()
+
+
 class Fp8Gemm:
     """The products of a weight [N, K] in eight bits; owned by the training thread.
 
-    `outs` are the groups that cut N, `sums` those that cut K. `sharers` have the same rows of W, and each a part of dy,
-    which is summed before the cast: the first of them has the products. With `keeps_copies` the weight is cast once an
-    update, both ways if it `is_trained`, else at each use, as it is not there between its passes. With `keeps_columns`
-    a forward pass keeps x transposed in eight bits, and not x itself, which nothing else keeps.
+    Ranks that have the same rows of W have a part of dy each, which is summed before the cast: the first of them has
+    the products. With `keeps_copies` the weight is cast once an update, both ways if it `is_trained`, else at each use,
+    as it is not there between its passes. With `keeps_columns` a forward pass keeps x transposed in eight bits, and not
+    x itself, which nothing else keeps.
     """
 
     def __init__(
@@ -137,16 +148,14 @@ class Fp8Gemm:
         weight: Weight,
         recipe: Recipe,
         *,
-        outs: tuple[Group, ...] = (),
-        sums: tuple[Group, ...] = (),
-        sharers: Group | None = None,
+        cut: CutAlong = ALONE,
         keeps_copies: bool = True,
         keeps_columns: bool = False,
         is_trained: bool = True,
         layer: int = 0,
     ) -> None:
-        self.weight, self.recipe, self.outs, self.sums = weight, recipe, outs, sums
-        self.is_trained, self.layer, self.sharers = is_trained, layer, sharers
+        self.weight, self.recipe, self.cut = weight, recipe, cut
+        self.is_trained, self.layer = is_trained, layer
         self.keeps_copies, self.narrow = keeps_copies, recipe.fp8.wgrad == "fp8"
         self.keeps_columns = keeps_columns and self.narrow
         self._scaling, self._scaling_of_weight = OF_TOKENS[recipe.fp8.recipe], OF_WEIGHTS[recipe.fp8.recipe]
@@ -175,9 +184,9 @@ class Fp8Gemm:
 
     def share(self, dy_TN: Tensor) -> Copies:
         """Return dy in eight bits, and transposed or as it is."""
-        over, has_sum = (self.outs, self.recipe.tokens), True
-        if self.sharers is not None:
-            dy_TN, has_sum = self.sharers.all_reduce(dy_TN.clone()), self.sharers.index == 0
+        over, sharers, has_sum = (self.cut.outs, self.recipe.tokens), self.cut.sharers, True
+        if sharers is not None:
+            dy_TN, has_sum = sharers.all_reduce(dy_TN.clone()), sharers.index == 0
             dy_TN *= has_sum
         rows, columns = self.recipe.cast(dy_TN, self._scaling, over, rows=True, columns=self.narrow, is_gradient=True)
         if has_sum:
@@ -212,14 +221,14 @@ class Fp8Gemm:
         self.weight.add_gradient(add, ends=ends)
 
     def _cast_x(self, x_TK: Tensor, *, rows: bool, columns: bool) -> tuple[Quantised | None, Quantised | None]:
-        over = self.sums, self.recipe.tokens
+        over = self.cut.sums, self.recipe.tokens
         return self.recipe.cast(x_TK, self._scaling, over, rows=rows, columns=columns)
 
     def _of_epoch(self, *, columns: bool) -> Quantised | None:
         """Return the weight in eight bits as it is now, or transposed."""
         copies = self._copies if self._epoch == self.weight.epoch else Copies(None, None)
         if (copies.columns if columns else copies.rows) is None:
-            both, over = self.keeps_copies and self.is_trained, (self.sums, self.outs)
+            both, over = self.keeps_copies and self.is_trained, (self.cut.sums, self.cut.outs)
             rows, transposed = both or not columns, both or columns
             copies = Copies(
                 *self.recipe.cast(self.weight.values, self._scaling_of_weight, over, rows=rows, columns=transposed)

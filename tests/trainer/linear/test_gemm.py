@@ -8,10 +8,10 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, run_steps, small
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.weights import handle
 from trainer.config.resolve import layout_of, resolve
 from trainer.linear.weight import Gemm
+from trainer.verify.threads import run_threads
 
 
 def test_the_products_are_those_of_plain_torch() -> None:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.weights import CPU, group, handle
 from trainer.linear.linear import linear
 from trainer.linear.overlapped import TokenCut, parts_of
 from trainer.mesh.group import Group, Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.activation import SWIGLU
+from trainer.verify.threads import run_threads
 
 HIDDEN, INNER = 5, 4
 

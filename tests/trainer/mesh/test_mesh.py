@@ -17,7 +17,6 @@ import trainer
 from ckptkit.model.layout import Coords, ParallelLayout
 from ckptkit.model.tensor import Cut, Placement
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group, Network
@@ -25,6 +24,7 @@ from trainer.mesh.layout import GROUPS, Axis, groups_needed, holders, nested
 from trainer.mesh.mesh import ProcessMesh
 from trainer.mesh.processes import Channel
 from trainer.store.parameter import Parameter
+from trainer.verify.threads import run_threads
 
 CPU = torch.device("cpu")
 SIZES = st.integers(1, 4)

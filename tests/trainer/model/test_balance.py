@@ -8,10 +8,10 @@ import torch
 
 from tests.trainer.support.moe import engine_of, mixture
 from tests.trainer.support.parity import assert_parity, local_batch, run_steps
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.verdict import Outcome
+from trainer.verify.threads import run_threads
 
 SLOW = [pytest.mark.slow, pytest.mark.ci]
 WAYS: list[dict[str, Any]] = [

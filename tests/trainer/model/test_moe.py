@@ -15,13 +15,13 @@ from tests.trainer.support.parity import (
     local_batch,
     run_steps,
 )
-from tests.trainer.support.threads import run_threads
 from trainer.config import DataConfig, ModelConfig
 from trainer.config.resolve import has_experts, layout_of
 from trainer.linear import grouped
 from trainer.model.router import best, scores, weights
 from trainer.model.table import parameter_table
 from trainer.run.activations import CHOICES
+from trainer.verify.threads import run_threads
 
 SHARDED: dict[str, Any] = {"zero_stage": 3, "zero_whole_kib": 0}
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [

@@ -9,8 +9,6 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
-from tests.trainer.support.recording import Call, recording_of
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.weights import CPU
 from trainer.config import Config
 from trainer.config.resolve import layout_of
@@ -20,6 +18,8 @@ from trainer.ops.attention.choose import backend_named
 from trainer.ops.attention.seam import Mask, attention
 from trainer.parallel.context import ContextParallel, copy_in_words, half_mask
 from trainer.parallel.places import share_of
+from trainer.verify.recording import Call, recording_of
+from trainer.verify.threads import run_threads
 
 NUM_TOKENS, LENGTH, HEAD_SIZE = 24, 12, 4
 BOUNDS = torch.tensor([0, 5, 6, 6, 19, 24], dtype=torch.int32)  # no part of the tokens begins with a document

@@ -19,7 +19,6 @@ from tests.trainer.support.parity import (
     run_steps,
 )
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import layout_of
@@ -30,6 +29,7 @@ from trainer.model.router import Router
 from trainer.model.table import local_runs
 from trainer.parallel.rows import RowLimit
 from trainer.verdict import Outcome
+from trainer.verify.threads import run_threads
 
 SLOW = [pytest.mark.slow, pytest.mark.ci]
 ROUTE = Router.__call__

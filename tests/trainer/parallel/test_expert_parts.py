@@ -5,10 +5,10 @@ import torch
 
 from tests.trainer.support.moe import mixture
 from tests.trainer.support.parity import make_engine
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.mesh.group import Network
 from trainer.parallel.expert_parts import TIMED, _Layer, choose_expert_parts
+from trainer.verify.threads import run_threads
 
 
 @pytest.mark.parametrize(

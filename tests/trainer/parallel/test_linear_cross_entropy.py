@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.weights import CPU, handle
 from trainer.linear.linear import linear
 from trainer.mesh.group import Network
@@ -15,6 +14,7 @@ from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.cross_entropy import VocabularyPart
 from trainer.parallel.collectives import copy_to
 from trainer.parallel.cross_entropy import linear_cross_entropy, tokens_at_once, vocab_cross_entropy
+from trainer.verify.threads import run_threads
 
 VOCAB, HIDDEN, NUM_TOKENS = 5, 6, 13  # on four ranks 2, 2, 1 and 0 rows of the vocabulary
 WITHIN = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

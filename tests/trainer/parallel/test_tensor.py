@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.weights import CPU, group, handle
 from trainer.linear.linear import linear
 from trainer.mesh.group import Network
@@ -19,6 +18,7 @@ from trainer.model.embedding import anchor, embed_tokens
 from trainer.ops.cross_entropy import VocabularyPart
 from trainer.parallel.cross_entropy import vocab_cross_entropy
 from trainer.parallel.tensor import TensorParallel
+from trainer.verify.threads import run_threads
 
 TP, VOCAB, HIDDEN, INNER, NUM_TOKENS = 3, 4, 5, 6, 9
 

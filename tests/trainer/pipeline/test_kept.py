@@ -9,13 +9,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network, Work
 from trainer.pipeline.actions import most_sends, peak_live
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
+from trainer.verify.threads import run_threads
 
 CASES = [
     ("pp3", "1f1b"),

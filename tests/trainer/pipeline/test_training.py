@@ -14,13 +14,13 @@ from tests.support.checks import Different, require_equal
 from tests.trainer.support.layouts import LAYOUTS, configs
 from tests.trainer.support.parity import assert_parity, config_for, run_steps, small
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.threads import run_threads
 from trainer import engine
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.linear.weight import Weight, add_or_write
 from trainer.pipeline.actions import Action
 from trainer.pipeline.schedules import SCHEDULES
+from trainer.verify.threads import run_threads
 
 examples = settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
 PIPELINES = [layout for layout in LAYOUTS if layout.pp > 1 and layout.world_size <= 8]

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.checks import require
 from tests.trainer.support.parity import make_engine
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from
@@ -20,6 +19,7 @@ from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.run.activations import CHOICES, activation_bytes
 from trainer.run.stage_times import random_batch
+from trainer.verify.threads import run_threads
 
 MODELS = {
     "llama": {"num_kv_heads": 2},

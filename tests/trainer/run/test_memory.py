@@ -10,7 +10,6 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, make_engine, state_bytes
-from tests.trainer.support.threads import run_threads
 from trainer.checkpoint.mapping import saved_pieces
 from trainer.config import Config
 from trainer.config.resolve import layout_of
@@ -21,6 +20,7 @@ from trainer.mesh.mesh import ProcessMesh, mesh_of
 from trainer.model.microbatch import MicroBatch
 from trainer.run.memory import GROUP_BYTES, PAIR_BYTES, PEER_BYTES, RankMemory, arena_bytes, rank_memory, size_text
 from trainer.run.stage_times import Nobody, random_batch
+from trainer.verify.threads import run_threads
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "trainer"
 

@@ -9,7 +9,6 @@ import torch
 
 from tests.trainer.run.test_activations import MODELS, Born, graph_bytes
 from tests.trainer.support.parity import make_engine
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config, Fp8Config
 from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from
@@ -22,6 +21,7 @@ from trainer.run.activations import CHOICES, Sizes, activation_bytes
 from trainer.run.memory import rank_memory
 from trainer.run.stage_times import random_batch
 from trainer.run.temporaries import temporary_bytes
+from trainer.verify.threads import run_threads
 
 
 class Peak(Born):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests.support.checks import require, require_equal
 from tests.trainer.support.parity import local_batch, make_engine
-from tests.trainer.support.threads import run_threads, wrapped
 from tests.trainer.test_equalities import config, deep, sharded
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
 from trainer.store.leases import LEASES, Lease, Leases, num_leased
 from trainer.store.residence import Residence, size_of
+from trainer.verify.threads import run_threads, wrapped
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("leases_with_content")

@@ -10,14 +10,14 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, largest_gap, local_batch, make_engine, run_steps, small
 from tests.trainer.support.ranks import run_ranks
-from tests.trainer.support.recording import recording_of
-from tests.trainer.support.threads import run_threads
 from tests.trainer.test_equalities import assert_equal
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
 from trainer.run.memory import rank_memory
 from trainer.store.bucket import Bucket
+from trainer.verify.recording import recording_of
+from trainer.verify.threads import run_threads
 
 
 def config(model: str, layout: str, **parallel: Any) -> Config:

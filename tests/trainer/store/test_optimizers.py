@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small, state_bytes
-from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError
 from trainer import engine
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
@@ -21,6 +19,8 @@ from trainer.mesh.group import Network
 from trainer.model import table
 from trainer.run import memory
 from trainer.store.optimizers import OPTIMIZERS, Optimizer
+from trainer.verify.threads import run_threads
+from trainer.verify.whole import assembled, copied
 
 
 @dataclass

@@ -12,8 +12,6 @@ from ckptkit import Run, hash_checkpoint
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
-from tests.trainer.support.recording import recording_of
-from tests.trainer.support.threads import run_threads, wrapped
 from tests.trainer.support.training import call, write_config, write_stores
 from tests.trainer.test_equalities import assert_equal
 from trainer.config import Config
@@ -22,6 +20,8 @@ from trainer.linear.weight import Weight
 from trainer.mesh.group import Network
 from trainer.ops.adamw import IntervalTable
 from trainer.store.bucket import Bucket
+from trainer.verify.recording import recording_of
+from trainer.verify.threads import run_threads, wrapped
 
 
 def config(model: str, layout: str, **parallel: Any) -> Config:

@@ -14,7 +14,6 @@ from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require
 from tests.trainer.support.live import LiveBytes
 from tests.trainer.support.parity import config_for, local_batch, small
-from tests.trainer.support.threads import ThreadTransport, run_threads
 from tests.trainer.support.training import call, write_config, write_stores
 from trainer.checkpoint.load import restore_step
 from trainer.checkpoint.mapping import saved_pieces
@@ -25,6 +24,7 @@ from trainer.mesh.mesh import mesh_of
 from trainer.model.table import parameter_table
 from trainer.run.memory import rank_memory
 from trainer.store.bucket import Bucket
+from trainer.verify.threads import ThreadTransport, run_threads
 
 CPU = torch.device("cpu")
 SHAPE = {"num_layers": 10, "hidden_size": 64, "ffn_hidden_size": 192, "head_size": 16, "qk_norm": True}

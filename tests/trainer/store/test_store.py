@@ -9,12 +9,12 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, local_batch, make_engine, run_steps, small, state_bytes
-from tests.trainer.support.threads import run_threads
 from tests.trainer.support.weights import handle
 from trainer.config import Config
 from trainer.engine import Engine
 from trainer.mesh.group import Network
 from trainer.run.stage_times import Nobody
+from trainer.verify.threads import run_threads
 
 
 def test_the_first_contribution_overwrites_and_later_ones_add() -> None:

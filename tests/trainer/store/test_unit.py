@@ -11,13 +11,13 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import Different, require_equal
 from tests.trainer.support.parity import config_for, local_batch, make_engine, run_steps, small
-from tests.trainer.support.threads import run_threads, wrapped
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Network
 from trainer.store.residence import Residence
 from trainer.store.unit import Border, Unit
+from trainer.verify.threads import run_threads, wrapped
 
 Patch = pytest.MonkeyPatch
 

@@ -11,15 +11,15 @@ from torch import Tensor
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
 from tests.trainer.support import plain_model
-from tests.trainer.support.global_state import assembled, copied
 from tests.trainer.support.moe import mixture
 from tests.trainer.support.parity import config_for, make_engine, small
-from tests.trainer.support.threads import run_threads
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
 from trainer.run.decoder import Decoder, for_decoding
+from trainer.verify.threads import run_threads
+from trainer.verify.whole import assembled, copied
 
 PROMPTS = [[7, 3, 5], [11], [4, 4, 9, 1, 2, 8, 60], [1, 2, 3, 4], [60, 59]]
 LEAVES = {2: 1, 4: 0}  # before a step, which row ends: the last one takes its place

@@ -11,9 +11,7 @@ import torch
 from ckptkit.model.layout import Coords, ParallelLayout
 from ckptkit.model.tensor import Box, Cut, Piece, Placement, TensorInfo
 from tests.support.checks import require_equal
-from tests.trainer.support.global_state import assembled
 from tests.trainer.support.parity import config_for
-from tests.trainer.support.threads import run_threads
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.table import local_runs
@@ -21,6 +19,8 @@ from trainer.ops.philox import normal_
 from trainer.store.bucket import StoreOptions
 from trainer.store.parameter import Parameter
 from trainer.store.store import ParameterStore
+from trainer.verify.threads import run_threads
+from trainer.verify.whole import assembled
 
 TABLE = {
     f"layers.0.{name}": Parameter(shape, Placement(0, cuts), 0.1)

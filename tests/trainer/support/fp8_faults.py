@@ -12,7 +12,6 @@ from tests.support.checks import require_equal
 from tests.trainer.support.faults import Fault, Patch, wrapping
 from tests.trainer.support.fp8 import BATCH, RECIPES, eight_bits
 from tests.trainer.support.parity import assert_parity, local_batch, make_engine, run_steps
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config, Fp8Config
 from trainer.config import eight_bits as table
 from trainer.linear import fp8
@@ -22,6 +21,7 @@ from trainer.model import fp8 as of_model
 from trainer.ops import fp8 as ops
 from trainer.ops.fp8 import Quantised
 from trainer.store.store import ParameterStore
+from trainer.verify.threads import run_threads
 
 NEAR = 0.04  # of a norm: e4m3 has three bits behind the first
 

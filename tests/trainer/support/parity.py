@@ -7,8 +7,6 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
-from tests.trainer.support.global_state import assembled, copied
-from tests.trainer.support.recording import Recording
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
@@ -20,6 +18,8 @@ from trainer.model.microbatch import Batch
 from trainer.ops.native import csrc_calls
 from trainer.store.store import ParameterStore
 from trainer.verdict import Outcome, StepStats
+from trainer.verify.recording import Recording
+from trainer.verify.whole import assembled, copied
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH = 50257, 16, 16, 1
 LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64

@@ -12,13 +12,13 @@ from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
 from tests.trainer.support.faults import Fault, Patch, wrapping
 from tests.trainer.support.parity import assemble_weights, config_for, run_steps, small
-from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.model import recompute
 from trainer.model.microbatch import MicroBatch
 from trainer.model.norm import Norm
 from trainer.parallel import context
+from trainer.verify.threads import run_threads
 
 Model = Literal["llama", "gpt2"]
 

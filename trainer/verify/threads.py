@@ -1,4 +1,4 @@
-"""run_threads: a function on many ranks in one process, a thread each, of which one at a time runs.
+"""Ranks as threads of one process, of which one at a time runs: a network for many ranks without a launcher.
 
 A rank runs until it must wait for others; then the next that can go on does. So the order of everything is always the
 same, threads never fight for the interpreter, and when no rank can go on that is an error at once, which says what each
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from tests.support.checks import require
 
 _wrapped: dict[tuple[type, str], tuple[int, Any]] = {}  # how many ranks wrap a method, and what it was
 
@@ -53,7 +51,7 @@ def run_threads(num_ranks: int, function: Callable[..., Any], *arguments: Any) -
     The first error of a rank ends all of them and is raised.
     """
     turns = Turns(num_ranks)
-    meetings: dict[Any, Meeting] = {}
+    meetings: dict[Any, ThreadGroup] = {}
     results: list[Any] = [None] * num_ranks
 
     def run(rank: int) -> None:
@@ -137,7 +135,7 @@ class Transfer:
     def __init__(self, what: str, tensor: Tensor, arguments: tuple[Any, ...] = ()) -> None:
         self.what, self.tensor = what, tensor
         self.form = (what, tensor.numel(), tensor.dtype, *arguments)
-        self.joined: dict[int, tuple[Tensor, Tensor | None]] = {}  # and its share
+        self.joined: dict[int, tuple[Tensor, Any]] = {}  # and its share
         self.is_done = False
 
     def __str__(self) -> str:
@@ -148,7 +146,7 @@ class Transfer:
             raise RuntimeError(f"calls differ: {other.form} meets {self.form}")
 
 
-class Meeting:
+class ThreadGroup:
     """What the transports of one group share."""
 
     def __init__(self) -> None:
@@ -160,7 +158,7 @@ class Meeting:
 class Threads:
     """The network of one rank."""
 
-    def __init__(self, turns: Turns, meetings: dict[Any, Meeting], rank: int) -> None:
+    def __init__(self, turns: Turns, meetings: dict[Any, ThreadGroup], rank: int) -> None:
         self._turns, self._meetings, self._rank = turns, meetings, rank
         self._numbers = count()
         self.world_size = len(turns._may_run)
@@ -169,51 +167,54 @@ class Threads:
         place = (next(self._numbers), name, tuple(ranks))
         if self._rank not in ranks:
             return None
-        return ThreadTransport(self._turns, self._meetings.setdefault(place, Meeting()), place, self._rank)
+        return ThreadTransport(self._turns, self._meetings.setdefault(place, ThreadGroup()), place, self._rank)
 
 
 class ThreadTransport:
     """One rank's end of a group."""
 
-    def __init__(self, turns: Turns, meeting: Meeting, place: tuple[int, str, tuple[int, ...]], rank: int) -> None:
+    def __init__(self, turns: Turns, meeting: ThreadGroup, place: tuple[int, str, tuple[int, ...]], rank: int) -> None:
         self._turns, self._meeting, self._rank = turns, meeting, rank
         _, self._name, self._ranks = place
         self._index = self._ranks.index(rank)
         self._numbers = count()
 
-    def all_reduce(self, tensor: Tensor, op: str, *, is_async: bool) -> "Handle | None":
+    def all_reduce(self, tensor: Tensor, op: str, *, is_async: bool) -> "ThreadHandle | None":
         return self._join(all_reduce, tensor, op, is_async=is_async)
 
-    def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> "Handle | None":
+    def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> "ThreadHandle | None":
         return self._join(broadcast, tensor, source, is_async=is_async)
 
-    def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> "Handle | None":
+    def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> "ThreadHandle | None":
         return self._join(reduce_scatter, flat, is_async=is_async, share=share)
 
-    def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> "Handle | None":
+    def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> "ThreadHandle | None":
         return self._join(all_gather, flat, is_async=is_async, share=share)
 
-    def all_gather_coalesced(self, flats: Any, shares: Any, *, is_async: bool) -> "Several | None":
+    def all_gather_coalesced(self, flats: Any, shares: Any, *, is_async: bool) -> "SeveralHandles | None":
         pairs = zip(flats, shares, strict=True)
-        several = Several([self._join(all_gather, flat, is_async=True, share=share) for flat, share in pairs])
-        return several if is_async else several.wait()
+        several = SeveralHandles([self._join(all_gather, flat, is_async=True, share=share) for flat, share in pairs])
+        if is_async:
+            return several
+        several.wait()
+        return None
 
     def all_to_all(
         self, received: Tensor, flat: Tensor, to_each: Any = None, from_each: Any = None, *, is_async: bool
-    ) -> "Handle | None":
+    ) -> "ThreadHandle | None":
         if to_each is None:
             return self._join(all_to_all, received, is_async=is_async, share=flat)
         return self._join(exchange, received, is_async=is_async, share=flat, sizes=(to_each, from_each))
 
-    def send(self, tensor: Tensor, to: int) -> "Handle":
+    def send(self, tensor: Tensor, to: int) -> "ThreadHandle":
         sent = Transfer(f"a send to rank {self._ranks[to]} by {self._name}", tensor)
         return self._meet(sent, self._meeting.awaited, self._meeting.sent, (self._index, to))
 
-    def receive(self, tensor: Tensor, source: int) -> "Handle":
+    def receive(self, tensor: Tensor, source: int) -> "ThreadHandle":
         awaited = Transfer(f"a receive from rank {self._ranks[source]} by {self._name}", tensor)
         return self._meet(awaited, self._meeting.sent, self._meeting.awaited, (source, self._index))
 
-    def _meet(self, own_transfer: Transfer, others: Any, own: Any, way: tuple[int, int]) -> "Handle":
+    def _meet(self, own_transfer: Transfer, others: Any, own: Any, way: tuple[int, int]) -> "ThreadHandle":
         if others[way]:
             other = others[way].popleft()
             other.check(own_transfer)
@@ -224,7 +225,7 @@ class ThreadTransport:
             self._turns.finish(own_transfer)
         else:
             own[way].append(own_transfer)
-        return Handle(self._turns, self._rank, own_transfer)
+        return ThreadHandle(self._turns, self._rank, own_transfer)
 
     @torch.no_grad()
     def _join(
@@ -235,7 +236,7 @@ class ThreadTransport:
         is_async: bool,
         share: Tensor | None = None,
         sizes: tuple[Any, Any] | None = None,
-    ) -> "Handle | None":
+    ) -> "ThreadHandle | None":
         """Join the others' call; of an uneven exchange each rank has sizes of its own."""
         number = next(self._numbers)
         mine = Transfer(f"{carry.__name__} {number} of {self._name} {self._ranks}", tensor, arguments)
@@ -250,11 +251,14 @@ class ThreadTransport:
             carry(*zip(*(collective.joined[index] for index in range(len(self._ranks))), strict=True), *arguments)
             del self._meeting.collectives[number]
             self._turns.finish(collective)
-        handle = Handle(self._turns, self._rank, collective)
-        return handle if is_async else handle.wait()
+        handle = ThreadHandle(self._turns, self._rank, collective)
+        if is_async:
+            return handle
+        handle.wait()
+        return None
 
 
-class Handle:
+class ThreadHandle:
     """A transfer that one rank may wait for."""
 
     def __init__(self, turns: Turns, rank: int, transfer: Transfer) -> None:
@@ -264,10 +268,10 @@ class Handle:
         self._turns.wait(self._rank, self._transfer)
 
 
-class Several:
+class SeveralHandles:
     """Transfers that are waited for together."""
 
-    def __init__(self, handles: Sequence["Handle | None"]) -> None:
+    def __init__(self, handles: Sequence["ThreadHandle | None"]) -> None:
         self._handles = handles
 
     def wait(self) -> None:
@@ -291,7 +295,7 @@ def broadcast(tensors: Tensors, shares: Any, source: int) -> None:
 
 
 def reduce_scatter(tensors: Tensors, shares: Tensors) -> None:
-    """What a rank does not own is poisoned."""
+    """Leave each rank its share of the sum, and poison what it does not own."""
     sums = reduced(tensors, "sum").chunk(len(tensors))
     for tensor, share, own in zip(tensors, shares, sums, strict=True):
         tensor.fill_(torch.nan)
@@ -310,15 +314,16 @@ def all_to_all(tensors: Tensors, shares: Tensors) -> None:
 
 
 def exchange(tensors: Tensors, shares: Sequence[tuple[Tensor, list[int], list[int]]]) -> None:
-    """Rows of other numbers to each rank; what a rank awaits is what the others send it."""
+    """Bring each rank the rows of the others, whose numbers are those that it awaits."""
     for index, (tensor, (_, _, from_each)) in enumerate(zip(tensors, shares, strict=True)):
         parts = [flat.split(to_each)[index] for flat, to_each, _ in shares]
-        require([len(part) for part in parts] == list(from_each), f"place {index} awaits {from_each}")
+        if [len(part) for part in parts] != list(from_each):
+            raise RuntimeError(f"place {index} awaits rows {from_each}, and is sent {[len(part) for part in parts]}")
         tensor.copy_(torch.cat(parts))
 
 
 def reduced(tensors: Tensors, op: str) -> Tensor:
-    """The tensors' sum or maximum, in order of rank."""
+    """Return the tensors' sum or maximum, in order of rank."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         if op == "sum":

@@ -30,7 +30,7 @@ class Recording:
         return None if transport is None else cast(Transport, Recorded(transport, name, self.calls))
 
     def counts(self) -> Counter[tuple[str, str]]:
-        """How often each kind was called on each group."""
+        """Return how often each kind was called on each group."""
         return Counter((call.kind, call.group) for call in self.calls)
 
 
@@ -52,5 +52,5 @@ class Recorded:
 
 
 def recording_of(mesh: ProcessMesh) -> Recording:
-    """The recording of a mesh whose network is one."""
+    """Return the recording of a mesh whose network is one."""
     return cast(Recording, mesh._network)

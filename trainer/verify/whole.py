@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.model.tensor import Piece, TensorInfo
-from tests.support.checks import require_equal
+from ckptkit import Piece, TensorInfo
+from trainer.verify.difference import require_equal
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
 
 def copied(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces with numpy copies of their data, which can go to another process."""
+    """Return the pieces with numpy copies of their data, which can go to another process."""
     return [replace(piece, data=_copied(piece.data.cpu())) for piece in pieces]
 
 
@@ -23,7 +23,7 @@ def _copied(data: Tensor) -> Any:
 
 
 def assembled(tensors: Sequence[TensorInfo], pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """The whole tensors; asserts that the pieces hold each element of each tensor once."""
+    """Return the whole tensors; Different if the pieces do not hold each element of each tensor once."""
     infos = {info.name: info for info in tensors if info.placement.tied_to is None}
     state = {name: torch.zeros(info.shape, dtype=DTYPES[info.dtype]) for name, info in infos.items()}
     times = {name: torch.zeros(info.shape, dtype=torch.int64) for name, info in infos.items()}
@@ -43,7 +43,7 @@ def fill(pieces: Iterable[Piece], state: dict[str, Tensor]) -> None:
 
 
 def _positions(piece: Piece, shape: Sequence[int]) -> Tensor:
-    """The flat positions of a piece's elements in the whole tensor."""
+    """Return the flat positions of a piece's elements in the whole tensor."""
     ends = (slice(start, start + size) for start, size in zip(piece.box.offset, piece.box.shape, strict=True))
     positions = torch.arange(torch.Size(shape).numel()).view(tuple(shape))
     return positions[tuple(ends)].flatten()[piece.start : piece.stop]
