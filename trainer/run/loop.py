@@ -28,7 +28,7 @@ from trainer.mesh.mesh import mesh_of
 from trainer.model.flops import BatchFlops
 from trainer.model.stages import with_layers
 from trainer.model.table import parameter_table
-from trainer.observe.metrics import Log, StepMetrics, throughput
+from trainer.observe.metrics import Log
 from trainer.observe.peaks import known_peak
 from trainer.run.banner import banner
 from trainer.run.environment import ranks_of
@@ -39,6 +39,7 @@ from trainer.run.last_good import LastGood
 from trainer.run.memory_check import check_memory, device_memory
 from trainer.run.out_of_memory import MemoryWatch
 from trainer.run.started import Intake, Started, peak_memory_gib
+from trainer.run.step_report import StepReport
 from trainer.run.stop import StopRequest, cause_of, exit_code
 from trainer.verdict import Outcome, StepStats
 
@@ -78,9 +79,6 @@ def completed(config: Config) -> Config:
     """Return the configuration with what follows from its stores: the vocabulary's size, and layers by cost."""
     config = with_vocabulary(config)
     return with_layers(config, parameter_table(config))
-
-
-WAITS = ("comm_s", "comm_tp_s", "comm_cp_s", "comm_dp_s", "bubble_s")  # of a step, in its statistics and its line
 
 
 class Run:
@@ -231,53 +229,30 @@ class Run:
             self._report_step(started, is_alone=is_alone)
 
     def _report_step(self, started: Started, *, is_alone: bool = False) -> None:
-        stats, ranks, train = self._read(started, is_alone=is_alone), self.ranks, self.config.train
+        stats, ranks = self._read(started, is_alone=is_alone), self.ranks
         if stats.outcome is not Outcome.COUNTS:
             self._log.event("void", started.progress.step, repeats=stats.outcome is Outcome.REPEATED)
         if stats.outcome is Outcome.REPEATED:
             self.engine.balance.limit.make_room(stats.of_experts.get("rank_rows", 0.0))
             self._go_back(started)
             return
-        is_busy = self._saver.is_busy  # before `poll`: of a save that has ended it is known how
         measured = {
-            **{name: getattr(stats, name) for name in WAITS},
             "data_wait_s": started.taken.wait_s,
-            "checkpoint_stall_s": self._saver.pop_stall_s(),
             "memory_gib": peak_memory_gib(ranks.device),
             "memory_of_plan": self.memory.share_of_plan or 0.0,
         }
-        asked = [self._saver.poll(), self._stop.number, is_busy, self._saver.is_time]
+        report = StepReport.of(stats, measured, self._saver, self._stop.number)
         ranks.note(self.progress.step, "agrees")
-        values = [*measured.values(), *map(float, asked)]
-        largest = values if is_alone else ranks.maximum(values)
-        failed, stopped_by, is_any_busy, is_time = largest[len(measured) :]
-        self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
+        agreed = report if is_alone else report.combined(ranks)
+        self._saver.note_agreed(is_any_busy=bool(agreed.is_any_busy), is_time=bool(agreed.is_time))
         step_s = started.stats.ended.seconds_since(self._ended) - self._paused_s
         self._ended, self._paused_s = started.stats.ended, 0.0
-        self._log.step(
-            StepMetrics(
-                step=started.progress.step,
-                loss=stats.loss,
-                grad_norm=stats.grad_norm,
-                lr=stats.lr,
-                tokens=started.progress.tokens,
-                loss_tokens=stats.num_tokens,
-                **stats.extras,
-                step_s=step_s,
-                **dict(zip(measured, largest)) | {"memory_of_plan": largest[len(measured) - 1] or None},
-                **throughput(
-                    num_tokens=train.global_batch_size * started.taken.length,
-                    num_samples=train.global_batch_size,
-                    step_s=step_s,
-                    world_size=ranks.world_size,
-                    flops=started.taken.flops if is_alone else started.taken.mean_flops(ranks),
-                    peak=self._peak,
-                ),
-            )
-        )
+        flops = started.taken.flops if is_alone else started.taken.mean_flops(ranks)
+        rates = {"world_size": ranks.world_size, "flops": flops, "peak": self._peak}
+        self._log.step(agreed.line(started, stats, self.config.train, step_s=step_s, **rates))
         if not is_alone:
-            self._saver.check(int(failed))
-        self._stopped_by = int(stopped_by)
+            self._saver.check(int(agreed.num_failed))
+        self._stopped_by = int(agreed.stopped_by)
 
     def _read(self, started: Started, *, is_alone: bool) -> StepStats:
         """Wait for a step, or raise on all ranks: what is wrong with the batch of some, else that it does not count."""
