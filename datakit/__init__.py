@@ -9,7 +9,7 @@ Programs import these names and no other submodule:
 - names that TokenStore.open made older, for one release: RemoteStore, PackedStore, PackedRemoteStore;
 - batches of a stream: Blend, Cursor, Loader, HostBatch, BatchOptions; datakit.torch, which is imported by its own
   name, has datasets of them for PyTorch's DataLoader;
-- from samples to documents and back: blame, where;
+- from samples to documents and back: blame, where; the tags of their labels: LabelTags;
 - a run's stream in its TOML file: RunStream, StreamConfig, MixtureConfig, BlendConfig, StepConfig;
 - the order of samples of megatron-core's datasets: MegatronBlend, MegatronOrder;
 - a stream that changes along the way: Segment, Mixture, StreamRecord, Recorded.

@@ -20,6 +20,7 @@ from datakit.order.stream_record import StreamRecord as StreamRecord
 from datakit.preprocessing.preprocess import preprocess as preprocess
 from datakit.preprocessing.recipe import Recipe as Recipe
 from datakit.reports.difference import find_difference as find_difference
+from datakit.reports.label_tags import LabelTags as LabelTags
 from datakit.reports.provenance import blame as blame
 from datakit.reports.provenance import where as where
 from datakit.reports.shares import unread_lines as unread_lines

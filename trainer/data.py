@@ -43,7 +43,7 @@ def with_vocabulary(config: Config) -> Config:
     fingerprints: dict[str, str] = {}
     vocab_size = config.model.vocab_size
     trained_on = [path for path, weight in config.data.plan.final.items() if weight or os.path.exists(path)]
-    for path in (*trained_on, *config.data.valid.stores):
+    for path in (*trained_on, *config.data.valid_stores):
         identity = config.data.tokenizer_of(path)
         fingerprints[path] = identity.fingerprint
         vocab_size = vocab_size or identity.vocab_size

@@ -18,7 +18,7 @@ from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.balance import Balance
 from trainer.model.chunk import Chunk
-from trainer.model.microbatch import Batch, DropoutKey, MicroBatch, Scale
+from trainer.model.microbatch import Batch, DropoutKey, MicroBatch, Scale, sums_by
 from trainer.model.op_choices import choose_attention, choose_gradients, first_choices
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
@@ -122,22 +122,20 @@ class Engine:
         return PendingStats(self.verdict.numbers, lr, mesh.clock.take(), self.verdict.noting(), others)
 
     @torch.no_grad()
-    def eval_batch(self, batch: Batch) -> tuple[float, float]:
+    def eval_batch(self, batch: Batch) -> tuple[float, ...]:
         """Return the sum of the token losses and the number of unmasked tokens over all data-parallel ranks.
 
-        Both are not numbers where a rank's batch is spoilt.
+        Behind these come both of each of the batch's groups. None are numbers where a rank's batch is spoilt.
         """
-        mesh = self.mesh
-        loss = self._run(
-            "forward",
-            self._microbatches(0, batch),
-            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum(dtype=torch.float64),
+        mesh, size, parts = self.mesh, batch.num_groups, self._microbatches(0, batch)
+        losses = self._run(
+            "forward", parts, lambda loss_T, part: sums_by(loss_T * part.loss_mask_S, part.groups_S, size)
         )
-        count = batch.loss_mask.sum(dtype=torch.float64)
+        counts = sums_by(batch.loss_mask.flatten(), None if batch.groups is None else batch.groups.flatten(), size)
         counts_here = mesh.coords.pp == mesh.layout.pp - 1 and mesh.coords.tp == 0
-        share = torch.stack([loss, count * (mesh.cp.index == 0)])  # of its own tokens, and of all of its samples'
-        total_loss, num_tokens = mesh.world.all_reduce(share * float(counts_here)).tolist()
-        return total_loss, num_tokens
+        own = counts * (mesh.cp.index == 0)  # they are of all of its samples' tokens
+        share = torch.stack([losses.expand(1 + size), own], 1).flatten()
+        return tuple(mesh.world.all_reduce(share * float(counts_here)).tolist())
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:
@@ -185,6 +183,7 @@ class Engine:
             documents = None if batch.documents is None else batch.documents[number]
             arrays = tokens, labels, positions, loss_mask
             runs = (range(first, first + len(tokens)),)
-            whole = MicroBatch(*arrays, seq_length, runs, key, scale, documents=documents)
+            groups_S = None if batch.groups is None else batch.groups[number].flatten()
+            whole = MicroBatch(*arrays, seq_length, runs, key, scale, documents=documents, groups_S=groups_S)
             microbatches.append(whole.part(self.context.own_runs(runs[0], seq_length)))
         return microbatches

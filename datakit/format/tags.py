@@ -87,6 +87,11 @@ class StoreTags:
     def __bool__(self) -> bool:
         return any(self._tags)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tags, each once."""
+        return tuple(dict.fromkeys(tag.name for tags in self._tags for tag in tags))
+
     def of(self, shard: int, path: str) -> str | None:
         """Return the tag of a source file of a shard, None if it has none."""
         return tag_of(self._tags[bisect_right(self._ends, shard)], path)

@@ -146,6 +146,12 @@ from datakit import BlendConfig, StepConfig
 steps = StepConfig(seq_length=64, seed=1)
 valid = BlendConfig(stores=("store",)).open(steps, table="data.valid")
 
+# %% LabelTags
+from datakit import LabelTags
+
+tags = LabelTags(valid)  # of the documents that labels are in: `datakit preprocess --tag NAME=GLOB`
+print([tags.names[number] for number in tags.of([0])[0, :4]])
+
 # %% StepConfig
 print(StepConfig(train_steps=100, seq_length=64, global_batch_size=8).global_batch_size * 100, "samples")
 

@@ -34,7 +34,8 @@ def changes_of_run(root: Root, before: Config, now: Config, device: torch.device
     """Return sentences on what differs from the run that saved a step."""
     was = settled(before, before)  # also what the run of that step took without recording it
     changes = [*changed_settings(was, now), *changed_environment(root, device)]
-    return [*not_bit_for_bit(changes), *changed_schedule(root, was, now), *kept_samples(before, now)]
+    schedule, sets = changed_schedule(root, was, now), changed_sets(was, now)
+    return [*not_bit_for_bit(changes), *schedule, *kept_samples(before, now), *sets]
 
 
 def changes_of_model(root: Root, before: Config, now: Config) -> list[str]:
@@ -90,6 +91,18 @@ def kept_samples(before: Config, now: Config) -> list[str]:
     return [
         f"validation reads the samples of seed {seed}, as the run began; --data.valid.seed 0 reads those of new runs"
     ]
+
+
+def changed_sets(before: Config, now: Config) -> list[str]:
+    """Return a sentence if validation sets are others, whose losses are then no longer those of before.
+
+    Stores that were moved are the same.
+    """
+    old, new = ({valid_set.name: valid_set for valid_set in config.data.valid_sets} for config in (before, now))
+    texts = [f"{name} joins" for name in new if name not in old]
+    texts += [f"{name} is gone" for name in old if name not in new]
+    texts += [f"{name} reads others" for name in old if name in new and not old[name].reads_as(new[name])]
+    return [f"validation sets have changed: {', '.join(texts)}"] if texts else []
 
 
 def value_of(config: Config, name: str) -> Any:

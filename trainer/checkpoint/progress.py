@@ -26,16 +26,17 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
         "groups",
     ],
     "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
+    "data": ["valid_sets"],
     "fp8": [field.name for field in dataclasses.fields(Fp8Config)],
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The validation loss after `step` steps."""
+    """The validation losses after `step` steps, by their names in a checkpoint's metadata."""
 
     step: int
-    loss: float
+    losses: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Progress:
             **recorded(self.scale),
             "seq_length": max([config.train.seq_length, *later]),
             "loss": loss,
-            **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
+            **({**validation.losses, "val_step": validation.step} if validation else {}),
             "lr": learning_rate(config.optim, max(self.step - 1, 0)),
             "config": recorded_tables(config),
             "environment": environment(device),

@@ -19,6 +19,7 @@ from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation
 from trainer.checkpoint.rewind import rewind, rewind_target
 from trainer.config import Config
+from trainer.config.data import LOSS
 from trainer.config.resolve import settled, shared_urls
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
@@ -188,9 +189,9 @@ def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resu
         return Resumed(Progress(root.step), config, url=url, is_own=is_own)
     try:
         metadata = root.metadata
-        validation = None
-        if metadata.get("val_loss") is not None:
-            validation = Validation(int(metadata["val_step"]), float(metadata["val_loss"]))
+        measured = {name: value for name, value in metadata.items() if name.partition("/")[0] == LOSS}
+        losses = {name: float(value) for name, value in measured.items() if value is not None}
+        validation = Validation(int(metadata["val_step"]), losses) if losses else None
         cursor, stream = dict(metadata["cursor"]), metadata.get("stream")
         voids = root.step - int(metadata.get("updates", root.step))
         scale = recorded_in(metadata)

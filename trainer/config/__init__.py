@@ -10,6 +10,7 @@ from threefold.options import option
 from trainer.config.checkpoint import CheckpointConfig as CheckpointConfig
 from trainer.config.data import DataConfig as DataConfig
 from trainer.config.data import ValidConfig as ValidConfig
+from trainer.config.data import ValidSetConfig as ValidSetConfig
 from trainer.config.fp8 import Fp8Config as Fp8Config
 from trainer.config.model import ModelConfig as ModelConfig
 from trainer.config.optim import OptimConfig as OptimConfig

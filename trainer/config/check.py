@@ -21,6 +21,7 @@ from trainer.config.resolve import (
     tiers_of,
 )
 from trainer.config.train import NO_WINDOW
+from trainer.config.validation import best_faults, eval_faults
 
 
 def cross_faults(config: Config, world_size: int) -> list[Fault]:
@@ -36,6 +37,8 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *expert_cut_faults(config, world_size),
         *shard_faults(config, world_size),
         *data_faults(config),
+        *eval_faults(config),
+        *best_faults(config),
         *unmet(config),
         *rate_faults(config.optim, config.optim.decay_steps or config.train.train_steps),
         *state_faults(config),
@@ -235,13 +238,14 @@ def shard_faults(config: Config, world_size: int) -> Iterator[Fault]:
 
 
 def data_faults(config: Config) -> Iterator[Fault]:
-    """Yield faults between stores and their weights, in positions, and an evaluation without a validation set."""
+    """Yield faults between stores and their weights, and in positions."""
     data, model, valid = config.data, config.model, config.data.valid
     yield from data.faults("data") + valid.faults("data.valid")
     unmasked = {
         "data.reset_positions": data.reset_positions,
         "data.packing": data.packing != "concat",
         "data.valid.packing": valid.packing != "concat",
+        "data.valid_sets": any(valid_set.packing != "concat" for valid_set in data.valid_sets),
     }
     for name in [name for name, is_so in unmasked.items() if is_so]:
         if not data.document_mask and model.position == "rope":
@@ -258,9 +262,6 @@ def data_faults(config: Config) -> Iterator[Fault]:
     if data.pad_to_multiple_of:
         text = "data.pad_to_multiple_of is for loops of your own: the trainer's rows keep their length"
         yield {"data.pad_to_multiple_of"}, text
-    if config.train.eval_interval and not valid.stores and valid.order == "permuted":
-        text = f"train.eval_interval {config.train.eval_interval} needs data.valid.stores"
-        yield {"train.eval_interval", "data.valid.stores"}, text
 
 
 def rate_faults(optim: OptimConfig, decay: int) -> Iterator[Fault]:
@@ -299,9 +300,6 @@ def state_faults(config: Config) -> Iterator[Fault]:
             f"train.initial_loss_scale {first:g} is below train.min_loss_scale {smallest:g}: --min-loss-scale {first:g}"
         )
         yield {"train.initial_loss_scale", "train.min_loss_scale"}, text
-    if save.keep_best and save.keep_best_metric == "val_loss" and not config.train.eval_interval:
-        text = f"checkpoint.keep_best {save.keep_best} by val_loss needs train.eval_interval"
-        yield {"checkpoint.keep_best", "checkpoint.keep_best_metric", "train.eval_interval"}, text
     if save.save_interval_s > 0 and not save.save:
         text = f"checkpoint.save_interval_s {save.save_interval_s:g} needs checkpoint.save"
         yield {"checkpoint.save_interval_s", "checkpoint.save"}, text

@@ -7,6 +7,7 @@ from datakit import BlendConfig, StreamConfig
 from threefold.needs import GIVEN
 from threefold.options import Fault, option
 
+LOSS = "val_loss"  # of [data.valid], in a checkpoint's metadata
 MEGATRON, PERMUTED = {"order": "megatron"}, {"order": "permuted"}
 
 
@@ -51,6 +52,28 @@ class ValidConfig(BlendConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class ValidSetConfig(BlendConfig):
+    """One `[[data.valid_sets]]`: a further validation set, whose loss is `val_loss/NAME`."""
+
+    name: str = option("", "what it is called: letters, digits, _ and -")
+    num_samples: int = option(64, "how many fixed samples an evaluation reads of it", minimum=1)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.num_samples} samples of {', '.join(self.stores)}"
+
+    @property
+    def loss_name(self) -> str:
+        """The name of its loss, in metrics and in a checkpoint's metadata."""
+        return f"{LOSS}/{self.name}"
+
+    def reads_as(self, other: "ValidSetConfig") -> bool:
+        """Return whether another one reads the same samples, if its stores are the same, wherever they are."""
+        names = "num_samples", "weights", "packing", "shuffle", "block_tokens"
+        alike = all(getattr(self, name) == getattr(other, name) for name in names)
+        return alike and len(self.stores) == len(other.stores)
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig(StreamConfig):
     """`[data]`: what the run reads."""
 
@@ -63,3 +86,21 @@ class DataConfig(StreamConfig):
         False, "take data.tokenizer though another made the stores", keeps_bits=True, needs={"tokenizer": GIVEN}
     )
     valid: ValidConfig = field(default_factory=ValidConfig)
+    valid_sets: tuple[ValidSetConfig, ...] = option(
+        (), "further validation sets, each with a name and a loss of its own: [[data.valid_sets]]", keeps_bits=True
+    )
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return self.has_plain_valid or bool(self.valid_sets)
+
+    @property
+    def has_plain_valid(self) -> bool:
+        """Whether `[data.valid]` names a validation set."""
+        return bool(self.valid.stores) or self.valid.order == "megatron"
+
+    @property
+    def valid_stores(self) -> tuple[str, ...]:
+        """The stores of all validation sets."""
+        return (*self.valid.stores, *(store for valid_set in self.valid_sets for store in valid_set.stores))

@@ -115,7 +115,7 @@ class TrainConfig(StepConfig):
         keeps_bits=True,
     )
     eval_interval: int = option(
-        0, "evaluate on [data.valid] every so many steps, and after the last one; 0 never", minimum=0, keeps_bits=True
+        0, "evaluate validation sets every so many steps, and after the last one; 0 never", minimum=0, keeps_bits=True
     )
     peak_tflops: float = option(
         0.0,

@@ -20,6 +20,7 @@ class Batch:
 
     `first_sample` is the global number of the step's first sample, over all ranks. `documents` has, for each
     micro-batch, the bounds of its documents and the tokens of the longest, if attention is not to cross them.
+    `groups` are numbers below `num_groups`, one a token, by which an evaluation sums losses apart.
     """
 
     tokens: Tensor
@@ -28,6 +29,8 @@ class Batch:
     loss_mask: Tensor
     first_sample: int
     documents: tuple[tuple[Tensor, int], ...] | None = None
+    groups: Tensor | None = None
+    num_groups: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class MicroBatch:
     `turns_SH` are the angles of rotary positions, which the layers share. `documents` are the int32 bounds of documents
     that attention does not cross, and the tokens of the longest one, among the tokens that attention sees: all ranks'.
     `halves` are the masks of the two parts of this rank's tokens, if these see keys that were gathered.
+    `groups_S` are what an evaluation sums losses by.
     """
 
     tokens_S: Tensor
@@ -64,6 +68,7 @@ class MicroBatch:
     documents: tuple[Tensor, int] | None = None
     own_runs: Runs | None = None
     halves: tuple[Mask, ...] = ()
+    groups_S: Tensor | None = None
 
     @property
     def weights_S(self) -> Tensor | None:
@@ -109,7 +114,7 @@ class MicroBatch:
         """Return what of the micro-batch has some of its places, and sees the others in attention."""
         if runs == self.runs:
             return self
-        names = ("tokens_S", "labels_S", "positions_S", "loss_mask_S", "turns_SH")
+        names = ("tokens_S", "labels_S", "positions_S", "loss_mask_S", "turns_SH", "groups_S")
         whole = {name: getattr(self, name) for name in names}
         parts: dict[str, Any] = {name: None if x is None else self._of(x, runs) for name, x in whole.items()}
         return replace(self, **parts, runs=runs, own_runs=None)
@@ -130,3 +135,15 @@ class MicroBatch:
     def _of(self, x_S: Tensor, runs: Runs) -> Tensor:
         parts = [x_S[rows.start : rows.stop] for rows in (rows_of(run, self.runs) for run in runs)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def sums_by(x_S: Tensor, groups_S: Tensor | None, num_groups: int) -> Tensor:
+    """Return the sum of all elements and the sums of those of each group, [1 + groups], float64.
+
+    Of 1, 2, 3 in groups 1, 0, 1 of 3 they are 6, 2, 4, 0.
+    """
+    total = x_S.sum(dtype=torch.float64).view(1)
+    if groups_S is None:
+        return total
+    sums_G = torch.zeros(num_groups, dtype=torch.float64, device=x_S.device)
+    return torch.cat([total, sums_G.index_add_(0, groups_S, x_S.double())])

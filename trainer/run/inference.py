@@ -56,7 +56,7 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
     if not config.model.vocab_size and "embed.weight" in root.tensors:
         vocab_size = root.tensors["embed.weight"].shape[0]
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
-    stores = (*config.data.stores, *config.data.valid.stores)
+    stores = (*config.data.stores, *config.data.valid_stores)
     if config.data.valid.order == "permuted":  # the training set is not read, and may be gone by now
         data = dataclasses.replace(config.data, stores=(), weights=(), mixture=())
         config = dataclasses.replace(config, data=data)

@@ -1,7 +1,6 @@
 """The training loop: resume, step, log, save; the same code on one process and on many."""
 
 import dataclasses
-import math
 import os
 import secrets
 import time
@@ -32,7 +31,7 @@ from trainer.observe.metrics import Log
 from trainer.observe.peaks import known_peak
 from trainer.run.banner import banner
 from trainer.run.environment import ranks_of
-from trainer.run.evaluate import Evaluation
+from trainer.run.evaluate import Evaluations
 from trainer.run.expert_rows import limit_rows
 from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
@@ -118,9 +117,9 @@ class Run:
             lambda: Saver(config, ranks, self.engine, self._log, tiers, attempt=attempt, resumed=resumed)
         )
         self._good = LastGood(ranks, self._saver, self.progress, resumed.loss)
-        self._evaluation: Evaluation | None = None
+        self._evaluation: Evaluations | None = None
         if config.train.eval_interval:
-            self._evaluation = ranks.on_all(lambda: Evaluation(config, self.engine, self.mesh, ranks.say))
+            self._evaluation = ranks.on_all(lambda: Evaluations(config, self.engine, self.mesh, ranks.say))
         self._seq_length = blend.sources.seq_length_at(max(self._loader.cursor.num_samples - 1, 0))
         self._peak = known_peak(ranks.device, config.train.peak_tflops, ranks.say)
         step_tokens = config.train.global_batch_size * self._seq_length
@@ -315,11 +314,11 @@ class Run:
         assert self._evaluation is not None, "called only if an evaluation is due"
         started_s = time.perf_counter()
         result = self._evaluation.run()
-        if not math.isfinite(result["loss"]) and self.ranks.faults(self._evaluation.fault):
+        if not result.is_finite and self.ranks.faults(self._evaluation.fault):
             self._end(self._evaluation.fault)
-        validation = Validation(self.progress.step, float(result["loss"]))
+        validation = Validation(self.progress.step, result.losses)
         self.progress = dataclasses.replace(self.progress, validation=validation)
         self._good.note(self.progress, self._good.loss)
-        self._log.event("eval", self.progress.step, **result)
-        self._log.say(f"step {self.progress.step}: validation loss {result['loss']:.4f}")
+        self._log.event("eval", self.progress.step, **result.event)
+        self._log.say(f"step {self.progress.step}: {result}")
         self._paused_s = time.perf_counter() - started_s  # the time of no step

@@ -8,7 +8,7 @@ from threefold.console import log, print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
 from trainer.config.resolve import layout_of, tiers_of
-from trainer.data import open_blend, open_valid_blend, with_vocabulary
+from trainer.data import open_blend, with_vocabulary
 from trainer.model.stages import stage_flops, stage_ranges
 from trainer.model.table import parameter_table
 from trainer.pipeline.schedules import SCHEDULES, with_transfers
@@ -18,6 +18,7 @@ from trainer.run.banner import banner
 from trainer.run.expert_rows import rows_text
 from trainer.run.memory import arena_bytes, rank_memory, size_text
 from trainer.run.memory_check import Plan, check_memory, device_memory
+from trainer.run.valid_sets import open_valid_sets
 
 
 def print_plan(config: Config, device_bytes: int = 0) -> int:
@@ -28,7 +29,7 @@ def print_plan(config: Config, device_bytes: int = 0) -> int:
     config = with_vocabulary(config)
     blend = open_blend(config)
     if config.train.eval_interval:
-        open_valid_blend(config)
+        open_valid_sets(config, log)
     cuda = config.train.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     facts = banner(config, device, blend, tiers_of(config))

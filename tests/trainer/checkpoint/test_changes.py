@@ -52,6 +52,7 @@ KEEPS = {
         "cache_mib",
         "max_epochs",
         "mixture",
+        "valid_sets",
         "tokenizer",
         "any_tokenizer",
     },

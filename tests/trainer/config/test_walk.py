@@ -280,8 +280,10 @@ def test_the_sample_shows_every_key() -> None:
     comments = (EXAMPLES / "gpt-small.toml").read_text().partition("# [[data.mixture]]")[2].partition("[optim]")[0]
     for key in dataclasses.fields(MixtureConfig):  # in a comment: an array that is there cannot be appended to
         assert f"# {key.name} = " in comments, key.name
+    sets = (EXAMPLES / "gpt-small.toml").read_text().partition("# [[data.valid_sets]]")[2].partition("[[")[0]
+    assert all(f"# {key} = " in sets for key in ("name", "stores", "num_samples"))
     for leaf in leaves(Config):
-        if leaf.name in ("data.mixture", "train.loss_scale"):
+        if leaf.name in ("data.mixture", "data.valid_sets", "train.loss_scale"):
             continue
         table: object = tables
         for part in leaf.name.split("."):

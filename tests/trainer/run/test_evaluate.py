@@ -16,6 +16,7 @@ from trainer.data import open_valid_blend
 from trainer.job.ranks import Ranks
 from trainer.run.evaluate import Evaluation
 from trainer.run.inference import TrainedModel, open_checkpoint
+from trainer.run.valid_sets import open_valid_sets
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_it_is_the_mean_of_the_token_losses(trained: Path) -> None:
     config = checkpoint.config
     with Ranks("cpu", timeout_s=60) as ranks:
         model = TrainedModel(checkpoint, ranks)
-        found = Evaluation(config, model.engine, model.mesh).run()
+        found = Evaluation(config, model.engine, model.mesh, *open_valid_sets(config)).run()
     assert_mean(found, model, open_valid_blend(config), 10)
 
 

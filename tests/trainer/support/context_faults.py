@@ -59,8 +59,8 @@ def counted_on_each(real: Any, self: Group, kind: str, tensor: torch.Tensor, *ar
 
 def evaluated_on_each(real: Any, self: Engine, batch: Any) -> Any:
     cp = self.mesh.cp
-    loss, count = real(self, batch)
-    return loss, count * cp.size
+    sums = real(self, batch)
+    return tuple(number * cp.size if place % 2 else number for place, number in enumerate(sums))
 
 
 def loss_of_the_first(real: Any, self: Engine, *args: Any) -> torch.Tensor:
@@ -121,6 +121,7 @@ CONTEXT_FAULTS = [
     Fault("each cp rank embeds the tokens of the first", CP, of_the_first("tokens_S")),
     Fault("each cp rank has the labels of the first", CP, of_the_first("labels_S")),
     Fault("losses on each cp rank have the weights of the first", CP, of_the_first("loss_mask_S")),
+    Fault("losses on each cp rank are summed by the groups of the first", CP, of_the_first("groups_S")),
     Fault("dropout on each cp rank is that of the first", CP, of_the_first("runs"), model={"position": "rope"}),
     Fault("positions begin at zero on each cp rank", CP, wrapping(MicroBatch, "part", positions_from_zero)),
     Fault(

@@ -204,8 +204,8 @@ def with_width(settings: Mapping[str, FlagText]) -> dict[str, FlagText]:
 def without_idle(settings: Mapping[str, FlagText], named: Collection[str], missing: list[str]) -> dict[str, FlagText]:
     """Return settings without those that Megatron-LM ignores, as what they are of is not named; note those given."""
     draft = walk(Config, merge({}, settings), [])
-    valid, idle = draft.data.valid, {}
-    if draft.train.eval_interval and not valid.stores and valid.order == "permuted":
+    idle = {}
+    if draft.train.eval_interval and not draft.data.validates:
         idle["train.eval_interval"] = "nothing is named that validates: --data.valid.stores STORE"
     if draft.checkpoint.save_interval and not draft.checkpoint.save:
         idle["checkpoint.save_interval"] = "no place is named to save to: --save URL"
