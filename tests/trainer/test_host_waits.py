@@ -5,17 +5,13 @@ for which torch's host waits. There all ranks are threads that share the GPU, so
 transfers are copies.
 """
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.moe import mixture
@@ -23,19 +19,11 @@ from tests.trainer.support.parity import config_for, local_batch, make_engine, s
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.engine import Engine
-from trainer.linear import grouped
 from trainer.mesh.group import Network
+from trainer.verify.difference import Different
+from trainer.verify.host_waits import no_host_waits, watching_tensors
 from trainer.verify.threads import run_threads
 
-aten = torch.ops.aten
-READS = {
-    aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.nonzero.default,
-    aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-    aten.bincount.default, aten._linalg_check_errors.default,
-}  # fmt: skip
-INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-UNDISPATCHED = ("tolist", "cpu", "numpy", "__array__", "__repr__", "to")  # methods of CPU tensors that call no op
-guard = threading.local()  # `is_on` in a thread that may not wait
 ON_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CASES = [  # layout, schedule, parts of cut tokens
     ("tp2", "1f1b", 2), ("pp3", "zb-h1", 1), ("pp2-virtual2", "1f1b", 1), ("tp1", "1f1b", 1), ("dp2", "1f1b", 1),
@@ -45,67 +33,10 @@ CASES = [  # layout, schedule, parts of cut tokens
 MARKED = [pytest.param(*case, marks=[pytest.mark.slow] if place > 2 else []) for place, case in enumerate(CASES)]
 
 
-class NoReads(TorchDispatchMode):
-    """An error for each operation that reads numbers of a tensor on the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        waits = func in READS
-        if func in INDEXING:
-            waits = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
-        if func is aten.repeat_interleave.Tensor:
-            waits = (kwargs or {}).get("output_size") is None
-        assert not waits, f"{func} makes the host wait"
-        return func(*args, **kwargs or {})
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _methods_that_read() -> Iterator[None]:
-    """Let the methods that no operation stands for be errors where `guard` is on, in backward passes too.
-
-    A device that is an object is the run's own, which here is the CPU; named by a word it is the host.
-    """
-
-    def seen(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-            by_word = any(isinstance(each, str) for each in (*args, *named.values()))
-            waits = name != "to" or (by_word and not named.get("non_blocking"))
-            assert not (waits and getattr(guard, "is_on", False)), f"{name} makes the host wait"
-            return real(self, *args, **named)
-
-        return method
-
-    with pytest.MonkeyPatch.context() as patch:
-        read_ends = grouped.read_ends  # on a CPU no device is waited for; products of a GPU do not come here
-        patch.setattr(grouped, "read_ends", lambda ends: unguarded(partial(read_ends, ends)))
-        for name in UNDISPATCHED:
-            patch.setattr(torch.Tensor, name, seen(name, getattr(torch.Tensor, name)))
+    with watching_tensors():
         yield
-
-
-def unguarded(read: Callable[[], Any]) -> Any:
-    """What is read without the guard: one place that says why may."""
-    was, guard.is_on = getattr(guard, "is_on", False), False
-    try:
-        return read()
-    finally:
-        guard.is_on = was
-
-
-@contextmanager
-def no_host_waits(device: str) -> Iterator[None]:
-    if device == "cpu":
-        guard.is_on = True
-        try:
-            with NoReads():
-                yield
-        finally:
-            guard.is_on = False
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def two_steps(rank: int, config: Config, *, network: Network | None = None) -> None:
@@ -167,7 +98,7 @@ def test_a_step_of_experts_reads_nothing_back(name: str, layout: str, schedule: 
 
 
 def test_a_step_that_exchanges_rows_of_experts_waits_for_their_counts() -> None:
-    with pytest.raises(AssertionError, match="makes the host wait"):
+    with pytest.raises(Different, match="makes the host wait"):
         run_threads(2, two_steps, mixture("shared", "ep2-dp2", moe_dispatch="alltoall"))
 
 
@@ -178,7 +109,7 @@ def test_a_number_that_a_step_reads_is_seen(device: str) -> None:
     engine.train_step(0, local_batch(config, 0, engine.mesh))
     batch = local_batch(config, 1, engine.mesh)
     with (
-        pytest.raises((AssertionError, RuntimeError), match=r"makes the host wait|synchronizing"),
+        pytest.raises((Different, RuntimeError), match=r"makes the host wait|synchronizing"),
         no_host_waits(device),
     ):
         engine.start_step(1, batch, before_update=lambda: float(engine.verdict.is_void))
@@ -242,7 +173,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", WAITS)
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 def test_a_wait_is_seen_on_a_cpu(name: str, in_backward: bool) -> None:
-    with pytest.raises(AssertionError, match="makes the host wait"):
+    with pytest.raises(Different, match="makes the host wait"):
         call(WAITS[name], in_backward=in_backward)
     WAITS[name](torch.tensor([3.0, 1.0, 2.0, 1.0]))  # outside it is none
 

@@ -1,0 +1,323 @@
+"""The checks of a small run, in the order in which they are made, each with what it found and what it allows.
+
+Every check compares the run's layout with one process, or with itself: what a layout, a schedule, a save, a resume or
+another precision may not change. One that is not made, for want of time or of the option that it is about, is never
+called sound.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ckptkit import CheckpointReader, ParallelLayout, hash_checkpoint, reshard
+from threefold.storage import open_storage
+from trainer.config import Config, Fp8Config, ParallelConfig
+from trainer.config.resolve import layout_of, resolve
+from trainer.verify.difference import Different
+from trainer.verify.host_waits import watching_tensors
+from trainer.verify.shrink import Shrunk
+from trainer.verify.trial import Start, Stream, Trial, read_stream, save_trial, try_steps, with_stores
+
+State = Literal["ok", "FAILED", "not run"]
+NUM_STEPS, SAVED_AT = 4, 2
+LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
+COARSE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2, "fp64": LOSSES_WITHIN}  # relative, of a loss of few steps
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a check: the largest difference that it found, how much it allows, and what differs first."""
+
+    name: str
+    state: State
+    found: str = ""
+    allowed: str = ""
+    text: str = ""
+    seconds: float = 0.0
+
+
+class NotRun(Exception):
+    """A check has nothing to compare in this run, or cannot be made here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What a check found and allows, as it is printed; a difference beyond that is raised as Different."""
+
+    found: str
+    allowed: str
+
+
+class Bench:
+    """A small run with its stores, whose trials are made once and shared by the checks; owned by the command's thread."""
+
+    def __init__(self, small: Shrunk, run: Config, folder: Path) -> None:
+        """Write the stores in a folder that only this bench uses; `run` is the run itself."""
+        self.run, self.folder = run, folder
+        self.config = with_stores(small.config, folder)
+        self._trials: dict[str, Trial] = {}
+        self._stream: Stream | None = None
+        self._start: Start | None = None
+
+    @property
+    def alone(self) -> Config:
+        """Return the same run on one process, which takes each batch whole."""
+        train = replace(
+            self.config.train,
+            micro_batch_size=self.config.train.global_batch_size,
+            gradient_accumulation_steps=0,
+            recompute="none",
+            recompute_modules=(),
+            recompute_num_layers=0,
+            recompute_keep="nothing",
+        )
+        parallel = ParallelConfig(dp=1)
+        return resolve(replace(self.config, parallel=parallel, train=train), 1)
+
+    @property
+    def stream(self) -> Stream:
+        """Return the batches of all ranks."""
+        if self._stream is None:
+            self._stream = read_stream(self.config, NUM_STEPS)
+        return self._stream
+
+    def trial(self, name: str, config: Config, num_steps: int = NUM_STEPS, **options: Any) -> Trial:
+        """Return a trial by its name, made at the first call."""
+        if name not in self._trials:
+            stream = self.stream if config.parallel.dp > 1 or name != "alone" else read_stream(config, NUM_STEPS)
+            self._trials[name] = try_steps(config, stream, num_steps, **options)
+        return self._trials[name]
+
+    @property
+    def layout(self) -> Trial:
+        """Return the trial of the run's layout."""
+        return self.trial("layout", self.config)
+
+    @property
+    def reference(self) -> Trial:
+        """Return the trial of one process."""
+        return self.trial("alone", self.alone)
+
+    @property
+    def start(self) -> Start:
+        """Return the step that the layout saves in the middle of its trial."""
+        if self._start is None:
+            first = self.trial("first half", self.config, SAVED_AT)
+            self._start = save_trial(first, str(self.folder / "run"), SAVED_AT, self.stream)
+        return self._start
+
+
+def losses_and_norms(bench: Bench) -> Figure:
+    """Compare losses, gradient norms, counts of tokens and an evaluation of every rank with one process."""
+    largest, reference = 0.0, bench.reference.ranks[0]
+    for rank, seen in enumerate(bench.layout.ranks):
+        for name in ("num_tokens", "losses", "norms", "evaluation"):
+            for step, (own, expected) in enumerate(zip(getattr(seen, name), getattr(reference, name), strict=True), 1):
+                gap = abs(own - expected) / max(abs(expected), 1e-300)
+                where = f"the {name.removesuffix('es') if name != 'evaluation' else name} of"
+                if not gap <= LOSSES_WITHIN:
+                    raise Different(f"{where} step {step} on rank {rank} is {own!r}, and {expected!r} in one process")
+                largest = max(largest, gap)
+    return Figure(f"{largest:.1e}", f"{LOSSES_WITHIN:.0e} relative")
+
+
+def weights(bench: Bench) -> Figure:
+    """Compare the weights, masters and moments that all ranks hold together with those of one process."""
+    gap = compare_states(bench.layout, bench.reference)
+    return Figure(f"{gap:.1e}", f"{WEIGHTS_WITHIN:.0e}")
+
+
+def compare_states(trial: Trial, reference: Trial) -> float:
+    """Return the largest difference of two states; Different names the first tensor of the model that differs."""
+    largest, expected, found = 0.0, reference.whole(), trial.whole()
+    if found.keys() != expected.keys():
+        raise Different(f"one of both has not the tensors {', '.join(sorted(found.keys() ^ expected.keys()))}")
+    for name, whole in expected.items():
+        gaps = (found[name] - whole).abs()
+        gap = float(gaps.max())
+        if not gap <= WEIGHTS_WITHIN:
+            place = np.unravel_index(int(gaps.nan_to_num(torch.inf).argmax()), tuple(whole.shape))
+            owners = [rank for rank, seen in enumerate(trial.ranks) if any(p.name == name for p in seen.pieces)]
+            where = f"{name}{[int(number) for number in place]}"
+            raise Different(f"{where} differs by {gap:.1e}; it is held by ranks {', '.join(map(str, owners[:8]))}")
+        largest = max(largest, gap)
+    return largest
+
+
+def samples(bench: Bench) -> Figure:
+    """Compare the samples that the data-parallel ranks read in each step with those that one process reads."""
+    config, number = bench.config, 0
+    whole = read_stream(bench.alone, NUM_STEPS).batches[0]
+    for step, expected in enumerate(whole):
+        rows = [batches[step] for batches in bench.stream.batches]
+        for name in ("tokens", "labels", "positions", "loss_mask"):
+            parts = np.stack([getattr(each, name) for each in rows], axis=1)  # [micro-batches, ranks, rows, tokens]
+            own = parts.reshape(getattr(expected, name).shape)
+            if not np.array_equal(own, getattr(expected, name)):
+                first = int(np.argwhere((own != getattr(expected, name)).any(-1))[0][-1])
+                raise Different(f"{name} of sample {first} of step {step + 1} are others than those of one process")
+        number += config.train.global_batch_size
+    return Figure(f"{number} samples", "equal")
+
+
+def collectives(bench: Bench) -> Figure:
+    """Compare what the ranks of each group called of it: the same calls, of the same sizes, in the same order."""
+    if layout_of(bench.config).world_size == 1:
+        raise NotRun("one process calls nothing")
+    calls = [len(seen.calls) for seen in bench.layout.ranks]  # a call that differs ends the trial
+    return Figure(f"{max(calls):,} calls a rank", "in one order on all")
+
+
+def schedules(bench: Bench) -> Figure:
+    """Compare the run's schedule and what it makes again with the plainest ones, bit by bit."""
+    config, plain = bench.config, {"recompute": "none", "recompute_modules": (), "recompute_num_layers": 0}
+    others = [
+        replace(config, parallel=replace(config.parallel, schedule=schedule))
+        for schedule in ("gpipe", "1f1b", "zb-h1")
+        if config.parallel.pp > 1 and schedule != config.parallel.schedule
+    ]
+    if config.train.recompute != "none":
+        others.append(replace(config, train=replace(config.train, **plain, recompute_keep="nothing")))
+    parallel = replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False)
+    if parallel != config.parallel and config.parallel.dp > 1:
+        others.append(replace(config, parallel=parallel))
+    if not others:
+        raise NotRun("the run has one stage, makes nothing again and overlaps nothing")
+    for other in others:
+        compare_bits(bench.layout, try_steps(other, bench.stream, NUM_STEPS), _named(config, other))
+    return Figure(f"{len(others)} others", "equal bits")
+
+
+def _named(config: Config, other: Config) -> str:
+    """Return the options of another run that differ."""
+    tables = {name: (asdict(getattr(config, name)), asdict(getattr(other, name))) for name in ("parallel", "train")}
+    return ", ".join(
+        f"{table}.{key} {value}" for table, (before, after) in tables.items() for key, value in after.items()
+        if before[key] != value
+    )  # fmt: skip
+
+
+def compare_bits(trial: Trial, other: Trial, how: str) -> None:
+    """Raise Different, with how the other is another, if losses, norms or a bit of the state differ."""
+    for name in ("losses", "norms"):
+        for step, (own, expected) in enumerate(zip(getattr(other.ranks[0], name), getattr(trial.ranks[0], name)), 1):
+            if own != expected:
+                raise Different(f"the {name[:-1]} of step {step} is {own!r} with {how}, and {expected!r} without")
+    states = trial.whole(), other.whole()
+    for name, tensor in states[0].items():
+        if not torch.equal(tensor, states[1][name]):
+            raise Different(f"{name} has other bits with {how}")
+
+
+def resume(bench: Bench) -> Figure:
+    """Save in the middle, restore in new ranks, and compare the rest with the run that went on, bit by bit."""
+    stream = read_stream(bench.config, NUM_STEPS - SAVED_AT, cursor=_metadata(bench.start)["cursor"])
+    ahead = Stream([[*[batches[0]] * SAVED_AT, *batches] for batches in stream.batches], stream.cursors)
+    later = try_steps(bench.config, ahead, NUM_STEPS - SAVED_AT, start=bench.start)
+    uncut = bench.layout
+    tail = replace(uncut, ranks=[replace(s, losses=s.losses[SAVED_AT:], norms=s.norms[SAVED_AT:]) for s in uncut.ranks])
+    compare_bits(tail, later, f"a resume at step {SAVED_AT}")
+    return Figure(f"from step {SAVED_AT}", "equal bits")
+
+
+def _metadata(start: Start) -> Any:
+    with CheckpointReader(open_storage(start.url), start.step) as reader:
+        return reader.root.metadata
+
+
+def another_layout(bench: Bench) -> Figure:
+    """Go on from the saved step in one process, and compare with the run that went on."""
+    stream = read_stream(bench.alone, NUM_STEPS)
+    later = try_steps(bench.alone, stream, NUM_STEPS - SAVED_AT, start=bench.start)
+    for own, expected in zip(later.ranks[0].losses, bench.layout.ranks[0].losses[SAVED_AT:], strict=True):
+        if not abs(own - expected) <= LOSSES_WITHIN * abs(expected):
+            raise Different(f"a loss behind step {SAVED_AT} is {own!r} in one process, and {expected!r} in the layout")
+    return Figure(f"{compare_states(bench.layout, later):.1e}", f"{WEIGHTS_WITHIN:.0e}")
+
+
+def certificate(bench: Bench) -> Figure:
+    """Reshard the saved step for one process and back: its hash stays."""
+    source, hashes = open_storage(bench.start.url), []
+    places = {"one": ParallelLayout(), "back": layout_of(bench.config)}
+    with CheckpointReader(source, SAVED_AT) as reader:
+        hashes.append(hash_checkpoint(reader))
+    for name, layout in places.items():
+        target = open_storage(str(bench.folder / name))
+        with CheckpointReader(source, SAVED_AT) as reader:
+            reshard(reader, target, layout)
+        with CheckpointReader(target, SAVED_AT) as reader:
+            hashes.append(hash_checkpoint(reader))
+        source = target
+    if len(set(map(str, hashes))) > 1:
+        raise Different(f"the step's hash is {hashes[0]}, and {hashes[1]}, {hashes[2]} once it was resharded")
+    return Figure("2 reshards", "equal hashes")
+
+
+def host_waits(bench: Bench) -> Figure:
+    """Take a step in which each call is an error for which a host would wait for its GPU."""
+    if bench.config.parallel.moe_dispatch == "alltoall" and bench.config.parallel.ep > 1:
+        raise NotRun("with moe_dispatch alltoall hosts wait for the counts of each layer")
+    with watching_tensors():
+        try_steps(bench.config, bench.stream, 2, refuses_waits=True)
+    return Figure("a step", "no wait")
+
+
+def precision(bench: Bench) -> Figure:
+    """Compare losses in the run's own precision with those in float64, as far as that is coarse."""
+    wanted = bench.run.train.precision
+    if wanted == "fp64":
+        raise NotRun("the run is of float64 itself")
+    if bench.run.fp8.recipe != "off":
+        raise NotRun("weights of the small run are no multiples of what shares a scale in eight bits")
+    config = replace(bench.config, train=replace(bench.config.train, precision=wanted), fp8=Fp8Config())
+    trial, largest = try_steps(config, bench.stream, NUM_STEPS), 0.0
+    for step, (own, expected) in enumerate(zip(trial.ranks[0].losses, bench.reference.ranks[0].losses), 1):
+        gap = abs(own - expected) / abs(expected)
+        if not gap <= COARSE[wanted]:
+            raise Different(f"the loss of step {step} is {own:.6g} in {wanted}, and {expected:.6g} in float64")
+        largest = max(largest, gap)
+    return Figure(f"{largest:.1e}", f"{COARSE[wanted]:.0e} relative")
+
+
+CHECKS: dict[str, Callable[[Bench], Figure]] = {
+    "samples of each step": samples,
+    "order of collectives": collectives,
+    "losses, norms, evaluation": losses_and_norms,
+    "weights and moments": weights,
+    "resume, the same layout": resume,
+    "resume, one process": another_layout,
+    "save and reshard": certificate,
+    "schedule, recompute, overlap": schedules,
+    "no wait of the host": host_waits,
+    "precision of the run": precision,
+}
+
+
+def run_checks(bench: Bench, *, seconds: float, report: Callable[[Result], None]) -> Iterator[Result]:
+    """Make one check after the other, and yield what became of each; those that the time is over for are not run."""
+    deadline = perf_counter() + seconds
+    for name, check in CHECKS.items():
+        if perf_counter() >= deadline:
+            result = Result(name, "not run", text=f"{seconds:g} seconds were over")
+        else:
+            result = run_check(name, check, bench)
+        report(result)
+        yield result
+
+
+def run_check(name: str, check: Callable[[Bench], Figure], bench: Bench) -> Result:
+    """Make a check; an error of any kind in a trial fails it, as it would end the run."""
+    begin = perf_counter()
+    try:
+        figure = check(bench)
+    except NotRun as reason:
+        return Result(name, "not run", text=str(reason), seconds=perf_counter() - begin)
+    except Exception as error:
+        text = str(error) if isinstance(error, Different) else f"{type(error).__name__}: {error}"
+        return Result(name, "FAILED", text=text, seconds=perf_counter() - begin)
+    return Result(name, "ok", figure.found, figure.allowed, seconds=perf_counter() - begin)

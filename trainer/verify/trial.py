@@ -1,0 +1,189 @@
+"""Trials: some steps of a small run on ranks that are threads of this process, and what each of them saw and holds.
+
+The stream is the run's own, over synthetic stores: blend, packing, masks and mixture. Each data-parallel rank reads
+its batches through a Loader of its own.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptkit import Piece, Run, TensorInfo, save
+from datakit import HostBatch, pack, write_store
+from trainer.checkpoint.load import restore_step
+from trainer.checkpoint.mapping import saved_pieces, tensor_table
+from trainer.config import Config
+from trainer.config.resolve import layout_of, row_lengths
+from trainer.data import open_blend, open_loader, to_device
+from trainer.engine import Engine
+from trainer.mesh.group import Network
+from trainer.mesh.mesh import mesh_of
+from trainer.mesh.processes import Processes
+from trainer.model.microbatch import Batch
+from trainer.verdict import Outcome, StepStats
+from trainer.verify.host_waits import no_host_waits
+from trainer.verify.recording import Call, Recording
+from trainer.verify.threads import run_threads
+from trainer.verify.whole import assembled, copied
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The first steps of a small run: each data-parallel rank's batches, and the cursor behind each step."""
+
+    batches: Sequence[Sequence[HostBatch]]
+    cursors: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank saw of each step, and what it holds behind the last one."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    num_tokens: tuple[int, ...]
+    evaluation: tuple[float, ...]  # the sum of token losses, and their number
+    pieces: Sequence[Piece]
+    calls: Sequence[Call]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What all ranks saw, and the tensors that they hold together."""
+
+    config: Config
+    ranks: Sequence[Seen]
+    tensors: Sequence[TensorInfo]
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return the whole tensors by name; Different if an element is held never or twice."""
+        return assembled(self.tensors, [piece for seen in self.ranks for piece in seen.pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The step of a run at a URL that ranks restore before their first step."""
+
+    url: str
+    step: int
+
+
+def with_stores(config: Config, folder: Path) -> Config:
+    """Write synthetic stores in a folder, one in the place of each of the run's, and return the run that reads them."""
+    data, folder = config.data, folder.absolute()
+    sources = data.plan.sources or ("store",)
+    places = {source: str(folder / f"store-{number}") for number, source in enumerate(sources)}
+    vocab, longest = config.model.vocab_size, max(row_lengths(config))
+    for number, path in enumerate(places.values()):
+        draw = np.random.default_rng([config.train.seed, number])
+        lengths = draw.integers(1, 2 * longest, 40)
+        documents = [np.append(draw.integers(0, vocab - 1, length), vocab - 1) for length in lengths]
+        write_store(path, documents, vocab_size=vocab, eod_id=vocab - 1)
+        for length in set(row_lengths(config)) if data.packing != "concat" else ():
+            pack(path, seq_length=length, packing=data.packing)
+    masked = folder / "masked"
+    masked.write_text(f"{places[sources[0]]}:1\n")
+    mixture = tuple(
+        replace(
+            each,
+            weights={places[source]: weight for source, weight in each.weights.items()},
+            add={places[source]: weight for source, weight in each.add.items()},
+            remove=tuple(places[source] for source in each.remove),
+            mask_documents=each.mask_documents and str(masked),
+        )
+        for each in data.mixture
+    )
+    stores = tuple(places[source] for source in data.stores or sources)
+    return replace(config, data=replace(data, stores=stores, mixture=mixture))
+
+
+def read_stream(config: Config, num_steps: int, *, cursor: Mapping[str, Any] | None = None) -> Stream:
+    """Read the first steps of all data-parallel ranks, or those behind a cursor."""
+    blend, batches, cursors = open_blend(config), [], []
+    for dp_rank in range(config.parallel.dp):
+        loader = open_loader(blend, config, dp_rank, cursor)
+        steps = []
+        for _ in range(num_steps):
+            steps.append(loader.next_step())
+            if dp_rank == 0:
+                cursors.append(loader.cursor.to_json())
+        batches.append(steps)
+    return Stream(batches, cursors)
+
+
+def try_steps(
+    config: Config, stream: Stream, num_steps: int, *, start: Start | None = None, refuses_waits: bool = False
+) -> Trial:
+    """Train some steps of a stream on all ranks, from a saved step or from the first.
+
+    With `refuses_waits` the last step is an error, Different, if a host would wait for its device in it.
+    """
+    first = start.step if start else 0
+    arguments = config, stream, range(first, first + num_steps), start, refuses_waits
+    world_size = layout_of(config).world_size
+    seen = run_threads(world_size, _train, *arguments) if world_size > 1 else [_train(0, *arguments)]
+    return Trial(config, [each for each, _ in seen], seen[0][1])
+
+
+def _train(
+    rank: int, config: Config, stream: Stream, steps: range, start: Start | None, refuses_waits: bool, *,
+    network: Network | None = None,
+) -> tuple[Seen, Sequence[TensorInfo]]:  # fmt: skip
+    torch.autograd.set_multithreading_enabled(False)
+    recording = Recording(network or Processes(CPU, timeout_s=60.0))
+    mesh = mesh_of(config, rank, CPU, network=recording)
+    engine = Engine(config, mesh)
+    engine.initialise()
+    if start is not None:
+        restore_step(engine, Run(start.url), start.step)
+        engine.store.publish()
+    stats, batch = [], None
+    for step in steps:
+        batch = to_device(stream.batches[mesh.dp.index][step], CPU)
+        if refuses_waits and step == steps[-1]:
+            with no_host_waits("cpu"):
+                pending = engine.start_step(step, batch)
+            stats.append(pending.read())
+        else:
+            stats.append(counted_step(engine, step, batch))
+    assert batch is not None, "there is a step"
+    evaluation = engine.eval_batch(batch)
+    engine.store.join_masters()
+    pieces = [*saved_pieces(engine.store), *engine.balance.saved_pieces()]
+    tensors = [*tensor_table(engine.table, engine.dtype, engine.moments), *engine.balance.tensors]
+    seen = Seen(
+        tuple(each.loss for each in stats), tuple(each.grad_norm for each in stats),
+        tuple(each.num_tokens for each in stats), evaluation, copied(pieces), recording.calls,
+    )  # fmt: skip
+    return seen, tensors
+
+
+def counted_step(engine: Engine, step: int, batch: Batch) -> StepStats:
+    """Train a step until it counts, with room for the rows that it asked for."""
+    stats = engine.train_step(step, batch)
+    while stats.outcome is Outcome.REPEATED:
+        engine.verdict.repeat()
+        engine.balance.limit.make_room(stats.of_experts["rank_rows"])
+        stats = engine.train_step(step, batch)
+    return stats
+
+
+def save_trial(trial: Trial, url: str, step: int, stream: Stream) -> Start:
+    """Save what the ranks of a trial hold as a step, each its own part, and return it."""
+    config, attempt, world_size = trial.config, secrets.token_hex(8), len(trial.ranks)
+    metadata = {"cursor": stream.cursors[step - 1], "updates": step, "config": {"model": {}}}
+    for rank in reversed(range(world_size)):
+        save(
+            url, step, trial.ranks[rank].pieces, tensors=trial.tensors, layout=layout_of(config),
+            num_layers=config.model.num_layers, metadata=metadata, rank=rank, world_size=world_size, attempt=attempt,
+            awaits_commit=False,
+        )  # fmt: skip
+    return Start(url, step)
