@@ -32,6 +32,10 @@ EXTRA_OF = {
     "jinja2": "plot",
     "shtab": "completion",
     "tensorstore": "tensorstore",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "pynvml": "nvml",
 }
 
 

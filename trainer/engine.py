@@ -29,6 +29,7 @@ from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
 from trainer.store.bucket import StoreOptions
 from trainer.store.lr import learning_rate
+from trainer.store.norms import LayerNorms
 from trainer.store.store import ParameterStore
 from trainer.verdict import Outcome, PendingStats, StepStats, Verdict
 
@@ -67,6 +68,8 @@ class Engine:
             self.store.wgrads,
             max_sends=most_sends(mesh.layout.pp, mesh.layout.num_stages),
         )
+        self.pipeline.around = lambda action: mesh.clock.span(action.kind)
+        self.norms = LayerNorms(self.store, config.log.norms_interval)
 
     def initialise(self) -> None:
         """Draw the initial values of all parameters."""
@@ -112,13 +115,14 @@ class Engine:
         share = loss if mesh.coords.tp == 0 else torch.zeros_like(loss)
         parts = share.view(1), squares, self.balance.counts_LE.flatten(), self.casts.sums.flatten()
         sums = mesh.world.all_reduce(torch.cat(parts)).split([len(part) for part in parts])
+        norms = self.norms.of_step(step + 1, sums[1], self.verdict.scale)
         factor = self.verdict.judge(step + 1, sums[0][0], sums[1], num_tokens())
         before_update()
         self.balance.update(sums[2], self.verdict.is_void)
         lr, form = learning_rate(optim, step), self.choices.forms.adamw
         updates, late = step - self.verdict.known_voids, self.verdict.late_voids()
         self.store.update(optim, lr, updates, factor=factor, is_bad=self.verdict.is_void, late=late, form=form)
-        others = self.balance.loads, self.casts.shares(sums[3])
+        others = self.balance.loads, self.casts.shares(sums[3]), norms
         return PendingStats(self.verdict.numbers, lr, mesh.clock.take(), self.verdict.noting(), others)
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ overflow is void so.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Any
 
 import torch
@@ -47,11 +48,15 @@ class StepStats:
     comm_cp_s: float  # those along cp alone among them: the exchanges of attention
     comm_dp_s: float  # those along dp among them
     bubble_s: float  # waits for pipeline neighbours
+    forward_s: float  # in forward passes, collectives among them
+    backward_s: float  # in backward passes, and in what they put off
+    update_s: float  # in the optimizer's update, beside which the next forward may run
     outcome: Outcome = Outcome.COUNTS
     voids: int = 0  # steps until then that the run went on after
     scale: tuple[float, ...] = ()  # the state of the loss scale behind it: see `LossScale`; empty if nothing is scaled
     loads: tuple[float, ...] = ()  # of experts and their ranks: see `Balance`
     shares: tuple[float, ...] = ()  # of values in eight bits, if they were counted: see `CastCounts`
+    squares: tuple[float, ...] = ()  # of gradients and weights, if they were asked for: see `LayerNorms`
 
     @property
     def of_experts(self) -> dict[str, Any]:
@@ -79,19 +84,20 @@ class PendingStats:
         note: Callable[[int], None] = lambda voids: None,
         others: tuple[Tensor, ...] = (),
     ) -> None:
-        """Begin to copy the numbers of a Verdict and the others, loads of experts and shares of casts.
+        """Begin to copy the numbers of a Verdict and the others: loads of experts, shares of casts, squared norms.
 
         `waits` returns the waits of the step once it is done; `note` takes the voids that are read.
         """
         self._numbers, self._lr, self._waits = torch.cat([numbers, *others]).to("cpu", non_blocking=True), lr, waits
-        self._note, self._num_loads = note, len(others[0]) if others else 0
+        self._note, self._sizes = note, [len(other) for other in others]
         self.ended = Moment(numbers.device)
 
     def read(self) -> StepStats:
         """Wait for the step; raise UserError if it, or one before it, is bad."""
         self.ended.wait()
         step, loss, norm, num_tokens, outcome, voids, *others = self._numbers.tolist()
-        scale, loads, shares = others[:SIZE], others[SIZE:][: self._num_loads], others[SIZE + self._num_loads :]
+        scale, rest = others[:SIZE], iter(others[SIZE:])
+        loads, shares, squares = (tuple(islice(rest, size)) for size in (*self._sizes, 0, 0, 0)[:3])
         if outcome == Outcome.STUCK:
             raise UserError(
                 f"step {int(step)}: gradients overflowed in {MOST_VOIDS} steps in a row at the smallest loss scale, "
@@ -108,10 +114,11 @@ class PendingStats:
         comms = [waits.get(f"comm_{cause}", 0.0) for cause in ("tp", "cp", "dp", "world")]
         tp_s, cp_s, dp_s, _ = comms
         waited = {"comm_s": sum(comms), "comm_tp_s": tp_s, "comm_cp_s": cp_s, "comm_dp_s": dp_s}
-        outcome, bubble_s = Outcome(int(outcome)), waits.get("bubble", 0.0)
+        spans = {"bubble": ["bubble"], "forward": ["F"], "backward": ["B", "W"], "update": ["update"]}
+        passed = {f"{name}_s": sum(waits.get(span, 0.0) for span in parts) for name, parts in spans.items()}
         return StepStats(
-            loss, norm, self._lr, int(num_tokens), **waited, bubble_s=bubble_s, outcome=outcome, voids=int(voids),
-            scale=tuple(scale if scale[0] else ()), loads=tuple(loads), shares=tuple(shares),
+            loss, norm, self._lr, int(num_tokens), **waited, **passed, outcome=Outcome(int(outcome)), voids=int(voids),
+            scale=tuple(scale if scale[0] else ()), loads=loads, shares=shares, squares=squares,
         )  # fmt: skip
 
 
@@ -146,9 +153,14 @@ class Verdict:
         self.numbers = self.numbers.new_tensor([0.0] * 5 + [voids, *state])
         self.known_voids, self._num_read = voids, self._num_judged
 
+    @property
+    def scale(self) -> Tensor | float:
+        """Return the loss scale that the last step left; 1 if nothing is scaled."""
+        return self.numbers[6] if self.loss_scale is not None else 1.0
+
     def scaled(self, factor: Tensor) -> Tensor:
         """Return the factor of a token's loss times the loss scale that the last step left."""
-        return factor * self.numbers[6] if self.loss_scale is not None else factor
+        return factor * self.scale if self.loss_scale is not None else factor
 
     def judge(self, step: int, loss: Tensor, squares: Tensor, num_tokens: Tensor) -> Tensor:
         """Judge the step of this number; return the factor for its gradients, float64 [].

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from datakit import Cursor, Recorded, StreamRecord
-from trainer.config import Config, Fp8Config
+from trainer.config import Config, Fp8Config, LogConfig
 from trainer.loss_scale import recorded
 from trainer.store.lr import learning_rate
 from trainer.verdict import StepStats
@@ -28,6 +28,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
     "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
     "data": ["valid_sets"],
     "fp8": [field.name for field in dataclasses.fields(Fp8Config)],
+    "log": [field.name for field in dataclasses.fields(LogConfig) if field.name not in ("metrics", "interval")],
 }
 
 
@@ -45,7 +46,7 @@ class Progress:
 
     `validation` is the last one since the save before, so that a step is judged by a loss of its own. `stream` is
     the stream's record, as JSON: the cursor has its digest. `voids` are the steps that changed no parameter, `scale` is
-    the state of the loss scale, if there is one.
+    the state of the loss scale, if there is one. `run` is what sinks know the run by, empty if none ever had to.
     """
 
     step: int = 0
@@ -55,6 +56,7 @@ class Progress:
     stream: Mapping[str, Any] | None = None
     voids: int = 0
     scale: tuple[float, ...] = ()
+    run: str = ""
 
     def after(self, stats: StepStats) -> "Progress":
         """Return the same with what was read of its step."""
@@ -72,6 +74,7 @@ class Progress:
             "tokens": self.tokens,
             "updates": self.step - self.voids,
             **recorded(self.scale),
+            **({"run": self.run} if self.run else {}),
             "seq_length": max([config.train.seq_length, *later]),
             "loss": loss,
             **({**validation.losses, "val_step": validation.step} if validation else {}),

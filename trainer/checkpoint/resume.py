@@ -49,6 +49,8 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
     own.quarantine_after(root.step if url == own.url else root.step - 1)
     is_own = tiers is not None and url == tiers.first.url
     read = ranks.on_all(lambda: read_metadata(root, url, config, is_own=is_own))
+    if tiers is None or url not in tiers.urls:  # another run
+        read = replace(read, progress=replace(read.progress, run=""))
     if tiers is not None and target is not None:
         ranks.say(ranks.on_all(lambda: rewind(tiers, root.step) if ranks.rank == 0 else ""))
     before = recorded_config(root)
@@ -195,7 +197,8 @@ def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resu
         cursor, stream = dict(metadata["cursor"]), metadata.get("stream")
         voids = root.step - int(metadata.get("updates", root.step))
         scale = recorded_in(metadata)
-        progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream, voids, scale)
+        run = str(metadata.get("run", ""))
+        progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream, voids, scale, run)
         ops = {str(op): str(name) for op, name in metadata.get("ops", {}).items()}
         loss = float("nan") if metadata["loss"] is None else float(metadata["loss"])  # of void steps alone
         return Resumed(progress, config, loss, url, is_own, ops=ops)

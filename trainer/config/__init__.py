@@ -12,19 +12,12 @@ from trainer.config.data import DataConfig as DataConfig
 from trainer.config.data import ValidConfig as ValidConfig
 from trainer.config.data import ValidSetConfig as ValidSetConfig
 from trainer.config.fp8 import Fp8Config as Fp8Config
+from trainer.config.log import LogConfig as LogConfig
 from trainer.config.model import ModelConfig as ModelConfig
 from trainer.config.optim import OptimConfig as OptimConfig
 from trainer.config.parallel import ParallelConfig as ParallelConfig
 from trainer.config.train import OpsConfig as OpsConfig
 from trainer.config.train import TrainConfig as TrainConfig
-
-
-@dataclass(frozen=True, slots=True)
-class LogConfig:
-    """`[log]`: what the run reports."""
-
-    metrics: str = option("", "file that gets one JSON line a step", flags=["--metrics"])
-    interval: int = option(1, "steps between two lines on the console", minimum=1)
 
 
 @dataclass(frozen=True, slots=True)

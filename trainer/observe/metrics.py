@@ -1,26 +1,26 @@
-"""The run's voice: one JSON line a step in the metrics file, one readable line on the console.
+"""The run's voice: one line a step for the metrics file and other sinks, one readable line on the console.
 
-A metrics file holds one line for each step, in order, whatever happened to the run: resuming at step N first takes out
-the lines of later steps (and a line cut short by a kill). Between them are lines with an "event" key: save, copy, eval,
-void, resume, epoch, seq_length, end.
+Between the lines of steps are lines with an "event" key: save, copy, eval, void, resume, epoch, seq_length, spike, end;
+and behind the end a line for each sink that lost some.
 """
 
-import json
 import math
-import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from threefold.cli import log
 from threefold.console import fitting
-from threefold.errors import StorageError
 from threefold.masking import masked_values
 from trainer.model.flops import TokenFlops
+from trainer.observe.feed import Feed, close_all
+from trainer.observe.json_lines import JsonLines
+from trainer.observe.spikes import Spikes
 
+SINKS_END_WITHIN_S = 30.0  # all together
 WAIT_SHOWN = 0.1  # waits of a smaller share of a step are in the metrics file alone
 
 
@@ -51,6 +51,13 @@ class StepMetrics:
     checkpoint_stall_s: float
     memory_gib: float  # peak of one rank: GPU memory allocated, or resident set on a CPU
     memory_of_plan: float | None  # the most that torch reserved on a GPU over its plan; None on a CPU
+    forward_s: float = 0.0  # in forward passes, with their collectives, of the rank that has most
+    backward_s: float = 0.0  # in backward passes, with the products that they put off
+    update_s: float = 0.0  # in the optimizer's update; on GPUs the next forward may run beside it
+    memory_share: float | None = None  # the most that torch reserved over the GPU's memory; None on a CPU
+    gpu_utilisation: float | None = None  # share of the time in which a kernel ran, lowest of the GPUs; None unknown
+    gpu_power_w: float | None = None  # of the GPU that takes most
+    gpu_temperature_c: float | None = None  # of the hottest GPU
     expert_load: float | None = None  # the most tokens of an expert over the mean, in any layer; None without experts
     idle_experts: float | None = None  # experts of any layer that had no token in 100 steps
     rank_load: float | None = None  # the most tokens of a rank's experts over the mean; None unless ep cuts experts
@@ -59,6 +66,8 @@ class StepMetrics:
     void_steps: int | None = None  # of fp16, up to and with this one: they changed nothing
     fp8_saturated: tuple[float, ...] | None = None  # of each layer, the share of values that are the largest of fp8
     fp8_zero: tuple[float, ...] | None = None  # and of those that are zero in fp8 alone; None if they were not counted
+    grad_norms: Mapping[str, float] | None = None  # of each layer, before clipping; None but every log.norms_interval
+    weight_norms: Mapping[str, float] | None = None  # of each layer, before the update
 
     def console(self, train_steps: int, left_s: float) -> str:
         """Return the line for people; `left_s` is how long the steps that are left will take."""
@@ -105,31 +114,46 @@ def throughput(
 
 def finite(value: Any) -> Any:
     """Return a value, None in place of a number that JSON does not know: a void step has some."""
+    if isinstance(value, Mapping):
+        return {name: finite(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Log:
-    """Writes steps and events, on the training thread; silent on any rank but the first."""
+    """Hands steps and events to the sinks, from the training thread; events may come from another one.
 
-    def __init__(self, path: str, *, train_steps: int, interval: int, start_step: int, active: bool = True) -> None:
-        """Open (and cut back to `start_step`) the metrics file; an empty path means console only."""
-        self._train_steps, self._interval, self._active = train_steps, interval, active
+    It is silent on any rank but the first, apart from the file that a rank may have of its own.
+    """
+
+    def __init__(
+        self,
+        file: JsonLines | None,
+        feeds: Sequence[Feed] = (),
+        *,
+        train_steps: int,
+        interval: int,
+        active: bool = True,
+        own: JsonLines | None = None,
+    ) -> None:
+        """Take open sinks; `own` gets this rank's times alone."""
+        self._file, self._feeds, self._own, self._active = file, list(feeds), own, active
+        self._train_steps, self._interval = train_steps, interval
         self._first: tuple[int, float] | None = None  # the first step, which is slower than others, and its end
-        self._file: TextIO | None = None
-        self._failed = False
-        if path and active:
-            try:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                cut_back(Path(path), start_step)
-                self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
-            except OSError as error:
-                raise StorageError(f"cannot write {path}: {error.strerror}", hint="--metrics FILE") from error
+        self._lock, self._spikes, self._is_over = threading.Lock(), Spikes(), False
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write one step to the file and, at the console interval and at the end, to the console."""
+        """Write one step to the sinks and, at the console interval and at the end, to the console."""
         self._line({name: finite(value) for name, value in asdict(metrics).items()})
         if metrics.step % self._interval == 0 or metrics.step in (1, self._train_steps):
             self.say(metrics.console(self._train_steps, self._left_s(metrics)))
+        if self._active and (spike := self._spikes.seen(metrics.loss)):
+            self.event("spike", metrics.step, **spike)
+            self.say(f"step {metrics.step}: the loss is {metrics.loss:.4f}, it was {spike['mean']:.4f} on average")
+
+    def of_rank(self, step: int, rank: int, measured: Mapping[str, Any]) -> None:
+        """Write this rank's times of a step to its own file, if it has one."""
+        if self._own is not None:
+            self._own.write({"step": step, "rank": rank, **measured})
 
     def _left_s(self, metrics: StepMetrics) -> float:
         """Return the seconds left, at the mean of steps since the first, saves and evaluations included."""
@@ -141,7 +165,7 @@ class Log:
         return mean_s * (self._train_steps - metrics.step)
 
     def event(self, kind: str, step: int, **values: Any) -> None:
-        """Write one event line to the file."""
+        """Write one event to the sinks."""
         self._line({"event": kind, "step": step, **values})
 
     def say(self, text: str) -> None:
@@ -149,36 +173,24 @@ class Log:
         if self._active:
             log(text)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._keep_going(lambda file: file.close())
+    def end(self, step: int, *, complete: bool, **values: Any) -> None:
+        """Write the end, once, and close all sinks; what these lost is the last that the file gets."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self.event("end", step, complete=complete, **values)
+        for loss in close_all(self._feeds, SINKS_END_WITHIN_S):
+            if loss.lost:
+                self.say(f"warning: {loss.sink} lost {loss.lost} of {loss.lines} lines")
+                if self._file is not None:
+                    self._file.write({"event": "sink", "step": step, **asdict(loss)})
+        for file in (self._file, self._own):
+            if file is not None:
+                file.close()
 
     def _line(self, values: dict[str, Any]) -> None:
-        self._keep_going(lambda file: file.write(json.dumps(masked_values(values)) + "\n"))
-
-    def _keep_going(self, action: Callable[[TextIO], object]) -> None:
-        """Act on the file; a full disk is reported once, and what found no room is written with a later line."""
-        if self._file is None:
-            return
-        try:
-            action(self._file)
-        except OSError as error:
-            if not self._failed:
-                self.say(f"warning: cannot write {self._file.name}: {error.strerror}; training goes on")
-            self._failed = True
-
-
-def cut_back(path: Path, step: int) -> None:
-    """Rewrite a metrics file without the lines of steps after `step` and without lines that are not whole."""
-    if not path.is_file():
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    with path.open(encoding="utf-8", errors="replace") as source, temporary.open("w", encoding="utf-8") as target:
-        for line in source:
-            try:
-                keep = line.endswith("\n") and json.loads(line)["step"] <= step
-            except (ValueError, KeyError, TypeError, RecursionError):  # cut short by a kill
-                continue
-            if keep:
-                target.write(line)
-    os.replace(temporary, path)
+        line = masked_values(values)
+        with self._lock:
+            for sink in (self._file, *self._feeds):
+                if sink is not None:
+                    sink.write(line)

@@ -9,6 +9,7 @@ makes gradients may ask whether the pass in work is the last of its kind on its 
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ class Executor(Generic[M]):
 
     `link_of` returns the group of two ranks that a transfer takes, `new_buffer` memory for what is received. `wgrads`
     is where the chunks' layers hand in gradients; `after_backward`, if there is one, is called after each
-    backward pass.
+    backward pass. `around` encloses each pass, F, B or W, once what it reads is there.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Executor(Generic[M]):
         self._sends: dict[tuple[str, tuple[int, ...]], deque[Work]]  # by group
         self.peak_live = self.peak_sends = 0
         self.after_backward: Callable[[], None] | None = None
+        self.around: Callable[[Action], AbstractContextManager[object]] = lambda action: nullcontext()
 
     def run(self, actions: Sequence[Action], chunks: Mapping[int, Chunk[M]], microbatches: Sequence[M]) -> list[Tensor]:
         """Run a row on the chunks of the rank's stages; return the outputs that no stage read, those of the last one.
@@ -58,16 +60,21 @@ class Executor(Generic[M]):
             kind, stage, m = action
             self.wgrads.is_last = last[kind, stage] == m
             if kind == "F":
-                out = self._forward(action, chunks[stage], microbatches[m], trains=trains)
+                received = self._taken(action)
+                with self.around(action):
+                    out = self._forward(action, received, chunks[stage], microbatches[m], trains=trains)
                 self._read_by[Action("F", stage + 1, m)] = out
             elif kind == "B":
-                gradient = self._backward(action, puts_off=(stage, m) in has_w)
+                gradient = self._taken(action)
+                with self.around(action):
+                    gradient = self._backward(action, gradient, puts_off=(stage, m) in has_w)
                 if self.after_backward is not None:
                     self.after_backward()
                 if gradient is not None:
                     self._read_by[Action("B", stage - 1, m)] = gradient
             elif kind == "W":
-                make(self._put_off.pop((stage, m)))
+                with self.around(action):
+                    make(self._put_off.pop((stage, m)))
             elif kind in ("SF", "SB"):
                 reader = Action("F", stage + 1, m) if kind == "SF" else Action("B", stage - 1, m)
                 self._send(self._link_of(action), self._taken(reader))
@@ -81,8 +88,9 @@ class Executor(Generic[M]):
         unread = [self._taken(reader) for reader in list(self._read_by)]
         return [tensor for tensor in unread if tensor is not None]
 
-    def _forward(self, action: Action, chunk: Chunk[M], microbatch: M, *, trains: bool) -> Tensor:
-        received = self._taken(action)
+    def _forward(
+        self, action: Action, received: Tensor | None, chunk: Chunk[M], microbatch: M, *, trains: bool
+    ) -> Tensor:
         if received is not None and trains:
             received.requires_grad_()
         out = chunk(received, microbatch)
@@ -91,9 +99,9 @@ class Executor(Generic[M]):
             self.peak_live = max(self.peak_live, len(self._live) + len(self._put_off))
         return out.detach()
 
-    def _backward(self, action: Action, *, puts_off: bool) -> Tensor | None:
+    def _backward(self, action: Action, gradient: Tensor | None, *, puts_off: bool) -> Tensor | None:
         """Add the gradients of all weights, or put them off; return that of what the stage received."""
-        gradient, place = self._taken(action), (action.stage, action.microbatch)
+        place = (action.stage, action.microbatch)
         received, out = self._live.pop(place)
         if puts_off:
             with self.wgrads.putting_off() as self._put_off[place]:

@@ -13,7 +13,7 @@ from datakit import HostBatch
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK, UserError
 from trainer.checkpoint.node_local import tiers_here
-from trainer.checkpoint.progress import Progress, Validation
+from trainer.checkpoint.progress import Validation
 from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
 from trainer.config import Config
@@ -27,7 +27,7 @@ from trainer.mesh.mesh import mesh_of
 from trainer.model.flops import BatchFlops
 from trainer.model.stages import with_layers
 from trainer.model.table import parameter_table
-from trainer.observe.metrics import Log
+from trainer.observe.gpu import Gpu
 from trainer.observe.peaks import known_peak
 from trainer.run.banner import banner
 from trainer.run.environment import ranks_of
@@ -35,9 +35,10 @@ from trainer.run.evaluate import Evaluations
 from trainer.run.expert_rows import limit_rows
 from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
+from trainer.run.logs import check_sinks, open_log, with_run
 from trainer.run.memory_check import check_memory, device_memory
 from trainer.run.out_of_memory import MemoryWatch
-from trainer.run.started import Intake, Started, peak_memory_gib
+from trainer.run.started import Intake, Started, memory_share, peak_memory_gib
 from trainer.run.step_report import StepReport
 from trainer.run.stop import StopRequest, cause_of, exit_code
 from trainer.verdict import Outcome, StepStats
@@ -86,6 +87,7 @@ class Run:
     def __init__(self, config: Config, ranks: Ranks, stop: StopRequest) -> None:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
         self.ranks, self._stop = ranks, stop
+        ranks.on_all(lambda: check_sinks(config.log) if ranks.rank == 0 else None)
         blend = ranks.on_all(lambda: open_blend(config))
         ranks.on_all(lambda: check_memory(config, device_memory(ranks.device), ranks.say))
         self.mesh = mesh_of(config, ranks.rank, ranks.device)
@@ -98,7 +100,8 @@ class Run:
         resumed = resume(ranks, self.engine, config, tiers)
         self.config = self.engine.config = config = resumed.config
         self._choose_ops(resumed.ops)
-        self.progress = resumed.progress
+        attempt = ranks.broadcast(secrets.token_hex(8))
+        self.progress = with_run(resumed.progress, config, attempt)
         if config.data.mixture:  # what was recorded says where a step begins, and how much was read of what is gone
             blend = ranks.on_all(lambda: open_blend(config, resumed.recorded))
         dp_rank, cursor = self.mesh.coords.dp, self.progress.cursor
@@ -108,11 +111,9 @@ class Run:
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
         flops = BatchFlops(config, self.engine.table)
         self._intake = Intake(self._reader, self._loader, self._fault_of, flops.of)
-        log, sizes = config.log, {"train_steps": config.train.train_steps, "start_step": self.progress.step}
-        self._log = ranks.on_all(lambda: Log(log.metrics, interval=log.interval, **sizes, active=ranks.rank == 0))
+        self._log = ranks.on_all(lambda: open_log(config, ranks, self.progress))
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
-        attempt = ranks.broadcast(secrets.token_hex(8))
         self._saver = ranks.on_all(
             lambda: Saver(config, ranks, self.engine, self._log, tiers, attempt=attempt, resumed=resumed)
         )
@@ -127,6 +128,7 @@ class Run:
         self._first_step = FirstStep(self.engine, flops=first_flops, say=ranks.say)
         self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
+        self._gpu = Gpu(ranks.device)
         self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
         self._started: Started | None = None
         self._ended, self._paused_s = Moment(ranks.device), 0.0
@@ -155,13 +157,15 @@ class Run:
         with self._good.changing():
             stats = self.engine.start_step(self.progress.step, taken.batch, before_update=self._good.begin_change)
         self._first_step.end()
-        gone = self.progress
-        tokens = gone.tokens + self.config.train.global_batch_size * taken.length
-        validation = None if self._saver.due_step == gone.step else gone.validation
-        self.progress = Progress(number, tokens, taken.cursor, validation, self._record, gone.voids, gone.scale)
-        before, self._started = self._started, Started(gone, self.progress, taken, stats)
-        if before is not None:  # whatever that raises, the state is that of the step that is started
-            self._report_step(before)
+        before = self.progress
+        tokens = before.tokens + self.config.train.global_batch_size * taken.length
+        validation = None if self._saver.due_step == before.step else before.validation
+        self.progress = dataclasses.replace(
+            before, step=number, tokens=tokens, cursor=taken.cursor, validation=validation, stream=self._record
+        )
+        earlier, self._started = self._started, Started(before, self.progress, taken, stats)
+        if earlier is not None:  # whatever that raises, the state is that of the step that is started
+            self._report_step(earlier)
         if self._started is not None:
             self._announce_length(taken.length)
         if not self._reads_late or self._is_complete:
@@ -191,8 +195,7 @@ class Run:
         self._loader.close()
         how = "done" if self._is_complete else f"stopped by {cause_of(self._stopped_by)}"
         self.ranks.say(f"{how} after step {self.progress.step}")
-        self._log.event("end", self.progress.step, complete=self._is_complete)
-        self._log.close()
+        self._log.end(self.progress.step, complete=self._is_complete)
         if self._is_complete:
             return code_of_rank(EXIT_OK)
         self.ranks.maximum([0.0])  # a launcher ends all ranks when one exits with a code: none before all are done
@@ -204,14 +207,14 @@ class Run:
         try:
             yield
         except Exception as fault:
-            if isinstance(fault, RankLost) and self._started is not None:  # that step may wait without an end
-                raise
-            try:
-                with suppress(UserError):  # of a step that does not count: the one before it does
-                    self._report(is_alone=True)
-                self._good.save_after(fault)
-            except Exception as failure:
-                self.ranks.say(f"warning: step {self._good.progress.step} is not saved: {failure}")
+            if not (isinstance(fault, RankLost) and self._started is not None):  # that step may wait without an end
+                try:
+                    with suppress(UserError):  # of a step that does not count: the one before it does
+                        self._report(is_alone=True)
+                    self._good.save_after(fault)
+                except Exception as failure:
+                    self.ranks.say(f"warning: step {self._good.progress.step} is not saved: {failure}")
+            self._log.end(self._good.progress.step, complete=False, error=str(fault))
             raise
 
     def _fault_of(self, host: HostBatch) -> UserError | None:
@@ -238,7 +241,9 @@ class Run:
         measured = {
             "data_wait_s": started.taken.wait_s,
             "memory_gib": peak_memory_gib(ranks.device),
+            "memory_share": memory_share(ranks.device),
             "memory_of_plan": self.memory.share_of_plan or 0.0,
+            **self._gpu.numbers,
         }
         report = StepReport.of(stats, measured, self._saver, self._stop.number)
         ranks.note(self.progress.step, "agrees")
@@ -248,7 +253,9 @@ class Run:
         self._ended, self._paused_s = started.stats.ended, 0.0
         flops = started.taken.flops if is_alone else started.taken.mean_flops(ranks)
         rates = {"world_size": ranks.world_size, "flops": flops, "peak": self._peak}
-        self._log.step(agreed.line(started, stats, self.config.train, step_s=step_s, **rates))
+        self._log.of_rank(started.progress.step, ranks.rank, {"step_s": step_s, **report.fields})
+        norms = self.engine.norms.by_layer(stats.squares)
+        self._log.step(agreed.line(started, stats, self.config.train, step_s=step_s, norms=norms, **rates))
         if not is_alone:
             self._saver.check(int(agreed.num_failed))
         self._stopped_by = int(agreed.stopped_by)
@@ -278,8 +285,7 @@ class Run:
     def _end(self, *faults: Exception | None) -> None:
         """Save the last good step, and raise the first fault that any rank has; all ranks call it at the same step."""
         self._good.save_together()
-        self._log.event("end", self._good.progress.step, complete=False)
-        self._log.close()
+        self._log.end(self._good.progress.step, complete=False, error=str(next(filter(None, faults), "")))
         for fault in faults:
             self.ranks.raise_on_all(fault)
 

@@ -89,3 +89,10 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def memory_share(device: torch.device) -> float:
+    """Return the most that torch ever reserved of its GPU's memory, as a share of it; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory

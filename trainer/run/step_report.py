@@ -11,7 +11,9 @@ from trainer.observe.metrics import StepMetrics, throughput
 from trainer.run.started import Started
 from trainer.verdict import StepStats
 
-WAITS = ("comm_s", "comm_tp_s", "comm_cp_s", "comm_dp_s", "bubble_s")  # of a step, in its statistics and its line
+TIMES = (  # of a step, in its statistics and its line
+    "comm_s", "comm_tp_s", "comm_cp_s", "comm_dp_s", "bubble_s", "forward_s", "backward_s", "update_s"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class StepReport:
     @classmethod
     def of(cls, stats: StepStats, measured: Mapping[str, float], saver: Saver, stopped_by: int) -> "StepReport":
         """Return that of this rank; the saver is asked whether it is busy before it is polled, so of an ended save."""
-        is_busy, waits = saver.is_busy, {name: getattr(stats, name) for name in WAITS}
+        is_busy, waits = saver.is_busy, {name: getattr(stats, name) for name in TIMES}
         stall_s = saver.pop_stall_s()
         return cls(
             {**waits, "checkpoint_stall_s": stall_s, **measured}, saver.poll(), stopped_by, is_busy, saver.is_time
@@ -39,11 +41,26 @@ class StepReport:
         largest = ranks.maximum([*self.measured.values(), *asked])
         return StepReport(dict(zip(self.measured, largest)), *largest[len(self.measured) :])
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return what was measured as fields of a line: None for what is not known."""
+        values: dict[str, Any] = dict(self.measured)
+        idle, is_known = values.pop("gpu_idle"), values["gpu_power_w"] > 0
+        for name in ("memory_of_plan", "memory_share", "gpu_power_w", "gpu_temperature_c"):
+            values[name] = values[name] or None
+        return {**values, "gpu_utilisation": 1 - idle if is_known else None}
+
     def line(
-        self, started: Started, stats: StepStats, train: TrainConfig, *, step_s: float, **rates: Any
+        self,
+        started: Started,
+        stats: StepStats,
+        train: TrainConfig,
+        *,
+        step_s: float,
+        norms: Mapping[str, Any],
+        **rates: Any,
     ) -> StepMetrics:
         """Return the step's line; `rates` are what `throughput` takes besides."""
-        measured: dict[str, Any] = {**self.measured, "memory_of_plan": self.measured["memory_of_plan"] or None}
         return StepMetrics(
             step=started.progress.step,
             loss=stats.loss,
@@ -53,7 +70,8 @@ class StepReport:
             loss_tokens=stats.num_tokens,
             **stats.extras,
             step_s=step_s,
-            **measured,
+            **norms,
+            **self.fields,
             **throughput(
                 num_tokens=train.global_batch_size * started.taken.length,
                 num_samples=train.global_batch_size,

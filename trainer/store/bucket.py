@@ -220,6 +220,11 @@ class Bucket:
             gradient=gradient, master=master, published=published, decays=decays, row=row, **states
         )
 
+    @property
+    def owned_parameters(self) -> Tensor:
+        """Return what this rank owns of the parameters."""
+        return _part(self.parameters, self._resident, self.owned)
+
     def join_masters(self) -> None:
         """Put split masters together, where the gradients are: nobody may need these any more."""
         if self.low is not None:

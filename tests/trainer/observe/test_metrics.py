@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from threefold.console import log as log_line
 from trainer.model.flops import TokenFlops
-from trainer.observe.metrics import Log, StepMetrics, cut_back, throughput
+from trainer.observe.json_lines import JsonLines, cut_back
+from trainer.observe.metrics import Log, StepMetrics, throughput
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "tokens_per_s", "tokens_per_s_per_gpu",
@@ -30,12 +32,15 @@ def metrics(step: int, *, peak: float | None = None) -> StepMetrics:
     )  # fmt: skip
 
 
+def log_to(path: Path, *, start: int = 0, interval: int = 1) -> Log:
+    return Log(JsonLines(str(path), start_step=start, say=log_line), train_steps=10, interval=interval)
+
+
 def write(path: Path, start: int, stop: int) -> None:
-    log = Log(str(path), train_steps=10, interval=1, start_step=start)
+    log = log_to(path, start=start)
     for step in range(start + 1, stop + 1):
         log.step(metrics(step))
     log.event("save", stop, ok=True, stall_s=0.1, write_s=0.2, bytes=7)
-    log.close()
 
 
 def read(path: Path) -> list[dict]:
@@ -79,7 +84,7 @@ def test_the_time_left_is_that_of_the_steps_after_the_first(
 ) -> None:
     now = iter([1000.0, 1010.0, 1020.0])
     monkeypatch.setattr("trainer.observe.metrics.time.monotonic", lambda: next(now))
-    log = Log("", train_steps=103, interval=1, start_step=40)
+    log = Log(None, train_steps=103, interval=1)
     for step in (41, 42, 43):
         log.step(metrics(step))
     assert re.findall(r"eta (\S+)", capsys.readouterr().err) == ["0:02:04", "0:10:10", "0:10:00"]
@@ -104,9 +109,9 @@ def test_cutting_back_keeps_what_is_no_line_of_ours_out(tmp_path: Path) -> None:
 
 
 def test_a_silent_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = Log(str(tmp_path / "m.jsonl"), train_steps=10, interval=1, start_step=0, active=False)
+    log = Log(None, train_steps=10, interval=1, active=False)
     log.step(metrics(1))
-    log.close()
+    log.end(1, complete=False)
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err == ""
 
@@ -114,20 +119,19 @@ def test_a_silent_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_lines_that_found_no_room_come_later(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))  # as small a disk as it gets
     try:
-        log = Log(str(tmp_path / "m.jsonl"), train_steps=10, interval=100, start_step=0)
-        for step in range(1, 9):
+        log = log_to(tmp_path / "m.jsonl", interval=100)
+        for step in range(1, 7):
             log.step(metrics(step))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    log.step(metrics(9))
-    log.close()
-    assert [line["step"] for line in read(tmp_path / "m.jsonl")] == list(range(1, 10))
+    log.step(metrics(7))
+    log.end(7, complete=False)
+    assert [line["step"] for line in read(tmp_path / "m.jsonl") if "event" not in line] == list(range(1, 8))
 
 
 def test_no_line_holds_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = Log(str(tmp_path / "m.jsonl"), train_steps=10, interval=1, start_step=0)
+    log = log_to(tmp_path / "m.jsonl")
     log.event("copy", 1, url="sftp://me:hunter2@host/run", error="cannot write sftp://me:hunter2@host/run/x")
     log.say("resuming from sftp://me:hunter2@host/run")
-    log.close()
     assert read(tmp_path / "m.jsonl")[0]["url"] == "sftp://***@host/run"
     assert "hunter2" not in (tmp_path / "m.jsonl").read_text() + capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""What real sinks hold of a run, read back by their own readers, is what the metrics file holds.
+
+The packages are in an environment of their own: where one is not, its tests skip.
+"""
+
+import json
+import shutil
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.support.sink_readers import of_mlflow, of_tensorboard, of_wandb
+from tests.trainer.support.training import call
+from trainer.observe.sinks.sink import dotted, numbers_of
+
+pytestmark = [pytest.mark.ci, pytest.mark.slow]
+NAMES = ("tensorboard", "wandb", "mlflow")
+
+
+def as_float(number: float) -> float:
+    """A number as 32 bits hold it."""
+    [value] = struct.unpack("<f", struct.pack("<f", number))
+    return float(value)
+
+
+def train(config: Path, folder: Path, steps: int, *flags: object, to: str) -> list[dict[str, Any]]:
+    """Train with a sink, in a folder; the lines of the metrics file."""
+    where = ["--save", folder / "run", "--metrics", folder / "m.jsonl", "--save-interval", 4]
+    sinks = ["--log.to", f"jsonl,{to}", "--train.eval-interval", 3, "--log.norms-interval", 2]
+    sinks += ["--log.tensorboard-dir", folder / "tb"] if to == "tensorboard" else []
+    assert call("train", config, "--train-steps", steps, *where, *sinks, *flags) == 0
+    return [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def sunk(
+    request: pytest.FixtureRequest, job_config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[dict[str, Any]], Path]:
+    """A run of 8 steps that lost the last save, and goes on from step 4 to step 10; its sink and its lines."""
+    name: str = request.param
+    pytest.importorskip(name)
+    folder = tmp_path_factory.mktemp(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("WANDB_MODE", "offline")
+        train(job_config, folder, 8, to=name)
+        shutil.rmtree(folder / "run" / "step-000000008")
+        return name, train(job_config, folder, 10, to=name), folder
+
+
+def numbers_in(name: str, folder: Path) -> tuple[set[str], dict[int, dict[str, Any]]]:
+    if name == "tensorboard":
+        return {"it has none"}, of_tensorboard(folder / "tb")
+    return of_wandb(folder / "wandb") if name == "wandb" else of_mlflow(folder / "mlflow.db")
+
+
+def test_a_sink_holds_each_step_once_with_the_values_of_its_line(
+    sunk: tuple[str, list[dict[str, Any]], Path],
+) -> None:
+    name, lines, folder = sunk
+    runs, numbers = numbers_in(name, folder)
+    assert len(runs) == 1  # a resume goes on with it
+    steps = [line for line in lines if "event" not in line]
+    assert [line["step"] for line in steps] == list(range(1, 11))
+    for line in steps:
+        row, expected = numbers[line["step"]], numbers_of(line)
+        assert len(expected) > 20
+        assert any(key.startswith("weight_norms/layers.0") for key in expected) == (line["step"] % 2 == 0)
+        for key, value in expected.items():
+            assert row[key] == (as_float(value) if name == "tensorboard" else value), (line["step"], key)
+
+
+def test_a_sink_holds_events_and_settings(sunk: tuple[str, list[dict[str, Any]], Path]) -> None:
+    name, lines, folder = sunk
+    _, numbers = numbers_in(name, folder)
+    for line in (line for line in lines if line.get("event") == "eval"):
+        rows = [row for step, row in numbers.items() if step >= line["step"] and "eval/loss" in row]
+        value = as_float(line["loss"]) if name == "tensorboard" else line["loss"]
+        assert value in [row["eval/loss"] for row in rows]
+    settings = dotted({"model": {"hidden_size": 32}, "train": {"seq_length": 32}})
+    assert settings_in(name, folder).items() >= {key: str(value) for key, value in settings.items()}.items()
+
+
+def settings_in(name: str, folder: Path) -> Mapping[str, str]:
+    """The settings that a sink holds, as texts."""
+    if name == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        accumulator = EventAccumulator(str(folder / "tb"))
+        accumulator.Reload()
+        text = accumulator.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0].decode()
+        rows = [row.strip("| ").split(" | ") for row in text.splitlines()[2:]]
+        return {row[0]: row[-1] for row in rows}
+    if name == "wandb":
+        from tests.trainer.support.sink_readers import records
+
+        [*_, path] = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+        [run] = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"]
+        return {item.key: item.value_json for item in run.config.update}
+    import sqlite3
+
+    with sqlite3.connect(folder / "mlflow.db") as connection:
+        return dict(connection.execute("select key, value from params").fetchall())
+
+
+def test_a_run_that_was_not_rewound_goes_on_too(
+    job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    train(job_config, tmp_path, 2, to="mlflow")
+    train(job_config, tmp_path, 4, to="mlflow")
+    runs, numbers = of_mlflow(tmp_path / "mlflow.db")
+    assert len(runs) == 1
+    assert sorted(step for step in numbers if "grad_norm" in numbers[step]) == [1, 2, 3, 4]
