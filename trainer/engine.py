@@ -70,6 +70,8 @@ class Engine:
         )
         self.pipeline.around = lambda action: mesh.clock.span(action.kind)
         self.norms = LayerNorms(self.store, config.log.norms_interval)
+        if mesh.page is not None:
+            self.pipeline.note = mesh.page.act
 
     def initialise(self) -> None:
         """Draw the initial values of all parameters."""
@@ -110,6 +112,7 @@ class Engine:
             self._microbatches(step, batch, scale=scale),
             lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum() * scale(),
         )
+        self.pipeline.note("U", 0, 0)
         squares = self.store.finish_reduce()
         # each tensor-parallel rank of the last stage has its data-parallel share of the loss
         share = loss if mesh.coords.tp == 0 else torch.zeros_like(loss)

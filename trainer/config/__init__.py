@@ -12,6 +12,7 @@ from trainer.config.data import DataConfig as DataConfig
 from trainer.config.data import ValidConfig as ValidConfig
 from trainer.config.data import ValidSetConfig as ValidSetConfig
 from trainer.config.fp8 import Fp8Config as Fp8Config
+from trainer.config.health import HealthConfig as HealthConfig
 from trainer.config.log import LogConfig as LogConfig
 from trainer.config.model import ModelConfig as ModelConfig
 from trainer.config.optim import OptimConfig as OptimConfig
@@ -33,3 +34,4 @@ class Config:
     ops: OpsConfig = option(OpsConfig, "the forms that ran are recorded, and compared themselves", keeps_bits=True)
     checkpoint: CheckpointConfig = option(CheckpointConfig, "where and when state is saved", keeps_bits=True)
     log: LogConfig = option(LogConfig, "what is reported", keeps_bits=True)
+    health: HealthConfig = option(HealthConfig, "what is watched of ranks", keeps_bits=True)

@@ -20,6 +20,7 @@ from threefold.debug import VARIABLE, is_debugging
 from threefold.errors import UserError
 from trainer.job.environment import forget_prepared, hush_torch
 from trainer.job.failure import END_FILE
+from trainer.job.flight import pages_of_node
 from trainer.job.launch_faults import FailedLaunch, report_ranks
 from trainer.job.passed_signals import PassedSignals
 
@@ -32,7 +33,7 @@ def launch(arguments: Sequence[str], verbs: Collection[str]) -> int:
 
     `arguments` are torchrun's flags and then a command: one of our `verbs`, a script, or `-m` and a module.
     """
-    with _quiet(), tempfile.TemporaryDirectory(prefix="trainer-launch-") as folder:
+    with _quiet(), pages_of_node(), tempfile.TemporaryDirectory(prefix="trainer-launch-") as folder:
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

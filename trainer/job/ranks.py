@@ -9,7 +9,8 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,13 @@ from ckptkit.torch import GroupExchange
 from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
 from trainer.job.failure import record
+from trainer.job.flight import end_page, write_flights_of_dead
+from trainer.job.noted import NotedExchange
+from trainer.job.page import Calls, RankPage
 from trainer.job.rendezvous import MOST_NAMED, Board, Rendezvous
-from trainer.job.whereabouts import RankLost, Whereabouts
+from trainer.job.stall import Stall
+from trainer.job.watch import Berth, Watch, this_host
+from trainer.job.whereabouts import STAGES, RankLost, Whereabouts
 
 T = TypeVar("T")
 
@@ -51,11 +57,17 @@ class Ranks:
             self.board = Rendezvous.of_environment(self.rank, self.world_size, timeout_s).join(backend)
         self.whereabouts = Whereabouts(self.board, self.rank, timeout_s=timeout_s) if self.world_size > 1 else None
         self.exchange: Exchange = GroupExchange() if self.world_size > 1 else Alone()
+        self.page: RankPage | None = None
+        self._agreement: Calls | None = None
+        self.ended_by = ""  # what asked this rank to end, if that was not its last step
+        self._watch: Watch | None = None
+        self._berths: list[Berth] = []
 
     def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        self._end_page(error)
         if self.whereabouts is not None:
             self.whereabouts.close()
         # NCCL would wait for ranks that hang after an error of this one; gloo aborts if it is not left in order
@@ -64,6 +76,36 @@ class Ranks:
         if isinstance(error, RankLost) and self.whereabouts is not None and self.whereabouts.is_ended_by_another:
             record(error)
             raise SystemExit(error.exit_code) from None  # the rank that it lost says why
+
+    def begin_page(self, folder: str) -> RankPage:
+        """Note from here on what this rank does, in its page; what ends it badly has its last records in `folder`."""
+        page = self.page = RankPage(self.rank, self.world_size, on_gpu=self.device.type == "cuda")
+        page.describe(folder=folder)
+        if self.world_size > 1:
+            self._agreement = page.group("agreement", range(self.world_size))
+            self.exchange = NotedExchange(self.exchange, self._agreement)
+        if self.whereabouts is not None:
+            self.whereabouts.before_leaving = lambda: end_page(page, "another rank ended by a fault")
+        return page
+
+    def begin_watch(self, stall_s: float, on_stall: Callable[[Stall], None]) -> None:
+        """Let a thread see when the job makes no progress for some seconds; all ranks call it, with a page."""
+        page = self.page
+        assert page is not None, "a watch reads pages"
+        self._berths = [Berth(*values) for values in self.gather([self.rank, this_host(), page.path, os.getpid()])]
+        on_gpu = self.device.type == "cuda"
+        self._watch = Watch(
+            page, self._berths, self.board, on_stall, stall_s=stall_s, spins=on_gpu, on_device=page.first_pending
+        )
+
+    def _end_page(self, error: BaseException | None) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self.page is None:
+            return
+        said = f"{type(error).__name__}: {error}" if error is not None else self.ended_by
+        if (path := end_page(self.page, said or None)) is not None and self.rank == 0:
+            log(f"what each rank did last is in {path.parent}")
 
     def post_end(self) -> None:
         """Let the other ranks know that this one ends by a fault that it reports itself."""
@@ -93,13 +135,15 @@ class Ranks:
         except OSError as error:
             raise StorageError(f"{where}{error}") from error
         except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            if not isinstance(error, dist.DistError) and not re.search("gloo|pair closure", str(error)):
                 raise
             raise self._lost(where, error) from error
 
     def note(self, step: int, stage: str) -> None:
         """Note where this rank is, for others that may wait for it in vain: in a step, and in one of its STAGES."""
-        if self.whereabouts is not None:
+        if self.page is not None:
+            self.page.note(step, stage)
+        if self.whereabouts is not None and stage in STAGES:
             self.whereabouts.note(step, stage)
 
     def _lost(self, where: str, error: RuntimeError) -> "RankLost":
@@ -111,7 +155,9 @@ class Ranks:
         text = "; ".join([said, *getattr(error, "__notes__", ())])
         if self.whereabouts is not None:
             self.whereabouts.close()  # this rank ends by itself
+        here = [berth.path for berth in self._berths if berth.host == this_host()]
         if not re.search("time(d )?out", text, re.IGNORECASE):
+            write_flights_of_dead(here, "it was lost by another rank")
             return RankLost(
                 f"{where}another rank is gone: {text}",
                 hint="what ended it is above or in its log; the same command resumes",
@@ -121,9 +167,15 @@ class Ranks:
         late = [f"rank {rank} was last {place}" for rank, place in behind.items() if place is not None]
         late += [f"rank {rank} was not heard of" for rank, place in behind.items() if place is None]
         who = "; ".join(late[:MOST_NAMED]) + (f" and {len(late) - MOST_NAMED} more" if len(late) > MOST_NAMED else "")
+        seen = self._watch.stall().cause_lines if self._watch is not None else []
+        late_text = f"within {self._timeout_s:g} s: {who or 'which of them is not known'}: {text}"
         return RankLost(
-            f"{where}{self.whereabouts.place}, others did not come within {self._timeout_s:g} s: "
-            f"{who or 'which of them is not known'}: {text}",
+            "\n  ".join(
+                [
+                    f"{where}{self.whereabouts.place}, others did not come {late_text}",
+                    *seen,
+                ]
+            ),
             hint="the logs of those that are late say why; --parallel.timeout-s waits longer, the same command resumes",
         )
 
@@ -177,17 +229,27 @@ class Ranks:
 
     def maximum(self, values: list[float]) -> list[float]:
         """Return the largest of each value over the ranks; one small collective."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.world_size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.tolist()
+        return self._reduced(values, dist.ReduceOp.MAX)
 
     def mean(self, value: float) -> float:
         """Return the mean of a value over the ranks; one small collective."""
-        tensor = torch.tensor(value, dtype=torch.float64)
+        return self._reduced([value], dist.ReduceOp.SUM)[0] / self.world_size
+
+    def _reduced(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor.item() / self.world_size
+            with self._agreeing():
+                dist.all_reduce(tensor, op=op)
+        return tensor.tolist()
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        calls = self._agreement
+        if calls is not None:
+            calls.begin("all_reduce", waits=True)
+        yield
+        if calls is not None:
+            calls.end()
 
     def say(self, text: str) -> None:
         """Print one line on the console, once for all ranks."""

@@ -44,6 +44,12 @@ class Board:
                 return self._store.get(key).decode()
         return None
 
+    def claim(self, key: str) -> bool:
+        """Return whether this is the first call with a key; True if that cannot be known."""
+        with suppress(RuntimeError):
+            return self._store is None or bool(self._store.add(key, 1) == 1)
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:

@@ -6,7 +6,7 @@ It also reads there that another rank ended by a fault: then this one, which may
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from threefold.errors import StorageError
@@ -42,6 +42,7 @@ class Whereabouts:
         self._period_s = max(min(PERIOD_S, timeout_s / 10), LEAST_PERIOD_S)
         self.place, self._posted = Place(0, 0), Place(-1, 0)
         self._over = threading.Event()
+        self.before_leaving: Callable[[], object] = lambda: None
         threading.Thread(target=self._post_always, name="whereabouts", daemon=True).start()
 
     def note(self, step: int, stage: str) -> None:
@@ -81,6 +82,7 @@ class Whereabouts:
             if self.is_ended_by_another and not self._over.wait(ENDS_WITHIN_S):
                 lost = RankLost("another rank ended by a fault, which it reported")
                 record(lost)
+                self.before_leaving()
                 leave(lost.exit_code)
 
 

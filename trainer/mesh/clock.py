@@ -18,6 +18,11 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
+    @property
+    def is_past(self) -> bool:
+        """Return whether the device was there; nothing waits."""
+        return self._event is None or bool(self._event.query())
+
     def wait(self) -> None:
         """Wait until the device is there."""
         if self._event is not None:
@@ -35,7 +40,7 @@ class Clock:
     """Seconds that the main thread spent in named spans since the last `take`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.last = device, Moment(device)  # the end of the last span
         self._spans: dict[str, list[tuple[Moment, Moment]]] = defaultdict(list)
 
     @contextmanager
@@ -43,7 +48,8 @@ class Clock:
         """Count the time of the enclosed work under `name`."""
         begin = Moment(self._device)
         yield
-        self._spans[name].append((begin, Moment(self._device)))
+        self.last = Moment(self._device)
+        self._spans[name].append((begin, self.last))
 
     def take(self) -> Callable[[], dict[str, float]]:
         """Take the spans since the last call; what is returned waits for their ends and returns seconds by name."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from trainer.job.page import Calls
 from trainer.mesh.clock import Clock
 from trainer.mesh.layout import Axes, Axis
 
@@ -67,13 +68,19 @@ class Work:
     tensor: Tensor
     handle: Handle | None
     other: Tensor | None = None
+    number: int = 0  # among the calls of the group, if they are counted
 
     def wait(self) -> Tensor:
         """Wait until the tensor may be used, and return it; on CUDA the current stream waits, not the host."""
         if self.handle is not None:
             cause = "bubble" if self.kind in ("send", "receive") else self.group.cause
+            calls = self.group.calls
+            if calls is not None:
+                calls.wait(self.kind, self.number)
             with self.group.naming(self.kind), self.group.clock.span(cause):
                 self.handle.wait()
+            if calls is not None:
+                calls.end(self.kind, self.number, self.group.clock.last)
         return self.tensor
 
 
@@ -87,6 +94,7 @@ class Group:
     clock: Clock
     transport: Transport | None = None
     axes: Axes = ()
+    calls: Calls | None = None  # where this rank's page counts them
 
     @property
     def size(self) -> int:
@@ -127,7 +135,7 @@ class Group:
             return Work(self, "all_gather", share if whole is None else whole.copy_(share), None)
         if whole is None:
             whole = share.new_empty(self.size * len(share), *share.shape[1:])
-        return Work(self, "all_gather", whole, self._call("all_gather", whole, share, is_async=True), share)
+        return self._work("all_gather", whole, self._call("all_gather", whole, share, is_async=True), share)
 
     def start_gathers(self, shares: Tensors, wholes: Tensors) -> Work:
         """Begin to gather the shares of all ranks into each of several tensors, by one call; they keep both."""
@@ -138,14 +146,15 @@ class Group:
         if len(wholes) == 1:
             return self.start_gather(shares[0], wholes[0])
         handle = self._call("all_gather_coalesced", wholes, shares, is_async=True)
-        return Work(self, "all_gather", wholes[0], handle)
+        return self._work("all_gather", wholes[0], handle)
 
     def start_scatter(self, whole: Tensor, share: Tensor | None = None) -> Work:
         """Begin to sum a tensor, which it overwrites; the work's tensor is this rank's rows of the sum, in `share`."""
         if self.transport is None:
             return Work(self, "reduce_scatter", whole if share is None else share.copy_(whole), None)
         share = torch.empty_like(self.share(whole)) if share is None else share
-        return Work(self, "reduce_scatter", share, self._call("reduce_scatter", whole, share, is_async=True), whole)
+        handle = self._call("reduce_scatter", whole, share, is_async=True)
+        return self._work("reduce_scatter", share, handle, whole)
 
     def start_exchange(self, flat: Tensor, to_each: Sizes = None, from_each: Sizes = None) -> Work:
         """Begin to hand each rank its share; the work's tensor is what the ranks have for this one, in their order.
@@ -156,7 +165,7 @@ class Group:
             return Work(self, "all_to_all", flat, None)
         received = torch.empty_like(flat) if from_each is None else flat.new_empty(sum(from_each), *flat.shape[1:])
         handle = self._call("all_to_all", received, flat, to_each, from_each, is_async=True)
-        return Work(self, "all_to_all", received, handle, flat)
+        return self._work("all_to_all", received, handle, flat)
 
     def start(self, kind: str, tensor: Tensor, *arguments: Any) -> Work:
         """Begin `all_reduce` or `broadcast`, with that method's arguments, `reduce_scatter` or `all_gather`, in place.
@@ -164,15 +173,15 @@ class Group:
         The latter two sum a tensor into the `share` of each rank, and fill one from these.
         The tensor may not be touched before `wait` returned it. On CUDA it runs beside the current stream.
         """
-        return Work(self, kind, tensor, self._call(kind, tensor, *arguments, is_async=True))
+        return self._work(kind, tensor, self._call(kind, tensor, *arguments, is_async=True))
 
     def send(self, tensor: Tensor, to: int) -> Work:
         """Begin to send to the rank at place `to`."""
-        return Work(self, "send", tensor, self._transfer("send", tensor, to))
+        return self._work("send", tensor, self._transfer("send", tensor, to))
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Begin to fill the tensor with the next one that the rank at place `source` sends."""
-        return Work(self, "receive", tensor, self._transfer("receive", tensor, source))
+        return self._work("receive", tensor, self._transfer("receive", tensor, source))
 
     @contextmanager
     def naming(self, kind: str) -> Iterator[None]:
@@ -188,13 +197,23 @@ class Group:
         if self.transport is None:
             return None
         call = getattr(self.transport, kind)
+        number = self.calls.begin(kind, waits=not is_async) if self.calls is not None else 0
         with self.naming(kind):
             if is_async:  # it is waited for later
                 return call(tensor, *arguments, is_async=True)
             with self.clock.span(self.cause):
-                return call(tensor, *arguments, is_async=False)
+                handle = call(tensor, *arguments, is_async=False)
+        if self.calls is not None:
+            self.calls.end(kind, number, self.clock.last)
+        return handle
 
     def _transfer(self, kind: str, tensor: Tensor, peer: int) -> Handle | None:
         assert self.transport is not None, f"group {self.name}: rank {self.ranks[0]} alone has nobody to {kind}"
+        if self.calls is not None:
+            self.calls.begin(kind)
         with self.naming(kind):
             return getattr(self.transport, kind)(tensor, peer)
+
+    def _work(self, kind: str, tensor: Tensor, handle: Handle | None, other: Tensor | None = None) -> Work:
+        """Return the call that was begun last."""
+        return Work(self, kind, tensor, handle, other, self.calls.count if self.calls is not None else 0)

@@ -12,6 +12,7 @@ from ckptkit import ParallelLayout
 from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of
+from trainer.job.page import RankPage
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group, Network
 from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed, nested
@@ -46,10 +47,11 @@ class ProcessMesh:
         kv_replicas: int = 1,
         dp_shard: int = 0,
         network: Network | None = None,
+        page: RankPage | None = None,
     ) -> None:
         """Build the groups; a collective that the others do not join within `timeout_s` fails.
 
-        `network` connects the ranks, by default the processes of torch.distributed.
+        `network` connects the ranks, by default the processes of torch.distributed. `page` is where calls are noted.
         """
         self._network = network or Processes(device, timeout_s=timeout_s)
         world_size = self._network.world_size
@@ -58,7 +60,7 @@ class ProcessMesh:
                 f"layout {layout} needs {layout.world_size} processes, started are {world_size}",
                 hint=f"trainer launch --nproc-per-node {layout.world_size} train ...",
             )
-        self.layout, self.rank, self.device = layout, rank, device
+        self.layout, self.rank, self.device, self.page = layout, rank, device, page
         self.coords, self.clock = layout.coords(rank), Clock(device)
         self._needed = groups_needed(layout, kv_replicas, dp_shard)
         self._made: dict[tuple[tuple[int, ...], ...], list[Group]] = {}
@@ -113,14 +115,17 @@ class ProcessMesh:
             transport = self._network.connect(name, ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
                 place = ranks.index(self.rank)
-                groups.append(Group(name, ranks, place, self.clock, transport, axes))
+                calls = self.page.group(name, ranks) if self.page is not None and transport is not None else None
+                groups.append(Group(name, ranks, place, self.clock, transport, axes, calls))
         if axes and not is_alone:
             self._made[members] = groups
         return groups
 
 
-def mesh_of(config: Config, rank: int, device: torch.device, *, network: Network | None = None) -> ProcessMesh:
+def mesh_of(
+    config: Config, rank: int, device: torch.device, *, network: Network | None = None, page: RankPage | None = None
+) -> ProcessMesh:
     """Return one rank's mesh of a resolved configuration."""
     layout, timeout_s = layout_of(config), config.parallel.timeout_s
     parts = {"kv_replicas": kv_replicas(config), "dp_shard": config.parallel.dp_shard}
-    return ProcessMesh(layout, rank, device, timeout_s=timeout_s, network=network, **parts)
+    return ProcessMesh(layout, rank, device, timeout_s=timeout_s, network=network, page=page, **parts)

@@ -26,12 +26,17 @@ M = TypeVar("M")
 Chunk = Callable[[Tensor | None, M], Tensor]
 
 
+def nothing_noted(_kind: str, _stage: int, _microbatch: int) -> None:
+    """Leave an action out."""
+
+
 class Executor(Generic[M]):
     """Runs rows of actions on one rank's thread; `peak_live` and `peak_sends` count what it held at once.
 
     `link_of` returns the group of two ranks that a transfer takes, `new_buffer` memory for what is received. `wgrads`
     is where the chunks' layers hand in gradients; `after_backward`, if there is one, is called after each
     backward pass. `around` encloses each pass, F, B or W, once what it reads is there.
+    `note` is called as each action begins, and with "" when the row has ended.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Executor(Generic[M]):
         self.peak_live = self.peak_sends = 0
         self.after_backward: Callable[[], None] | None = None
         self.around: Callable[[Action], AbstractContextManager[object]] = lambda action: nullcontext()
+        self.note: Callable[[str, int, int], object] = nothing_noted
 
     def run(self, actions: Sequence[Action], chunks: Mapping[int, Chunk[M]], microbatches: Sequence[M]) -> list[Tensor]:
         """Run a row on the chunks of the rank's stages; return the outputs that no stage read, those of the last one.
@@ -58,6 +64,7 @@ class Executor(Generic[M]):
         last = {(kind, stage): m for kind, stage, m in actions}
         for action in actions:
             kind, stage, m = action
+            self.note(kind, stage, m)
             self.wgrads.is_last = last[kind, stage] == m
             if kind == "F":
                 received = self._taken(action)
@@ -85,6 +92,7 @@ class Executor(Generic[M]):
         self.wgrads.is_last = False
         for sends in self._sends.values():
             self._finish(sends, keep=0)
+        self.note("", 0, 0)
         unread = [self._taken(reader) for reader in list(self._read_by)]
         return [tensor for tensor in unread if tensor is not None]
 

@@ -34,13 +34,14 @@ from trainer.run.environment import ranks_of
 from trainer.run.evaluate import Evaluations
 from trainer.run.expert_rows import limit_rows
 from trainer.run.first_step import FirstStep
+from trainer.run.health import Health
 from trainer.run.last_good import LastGood
 from trainer.run.logs import check_sinks, open_log, with_run
 from trainer.run.memory_check import check_memory, device_memory
 from trainer.run.out_of_memory import MemoryWatch
 from trainer.run.started import Intake, Started, memory_share, peak_memory_gib
 from trainer.run.step_report import StepReport
-from trainer.run.stop import StopRequest, cause_of, exit_code
+from trainer.run.stop import OUT_OF_TIME, StopRequest, cause_of, exit_code
 from trainer.verdict import Outcome, StepStats
 
 
@@ -86,11 +87,11 @@ class Run:
 
     def __init__(self, config: Config, ranks: Ranks, stop: StopRequest) -> None:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
-        self.ranks, self._stop = ranks, stop
+        self.ranks, self._stop, self._health = ranks, stop, Health(config, ranks)
         ranks.on_all(lambda: check_sinks(config.log) if ranks.rank == 0 else None)
         blend = ranks.on_all(lambda: open_blend(config))
         ranks.on_all(lambda: check_memory(config, device_memory(ranks.device), ranks.say))
-        self.mesh = mesh_of(config, ranks.rank, ranks.device)
+        self.mesh = mesh_of(config, ranks.rank, ranks.device, page=ranks.page)
         self.memory = MemoryWatch(config, ranks, self.mesh.coords.pp)
         self.engine = ranks.on_all(lambda: self.memory.making(lambda: Engine(config, self.mesh)))
         tiers = tiers_here(ranks, config)
@@ -112,6 +113,7 @@ class Run:
         flops = BatchFlops(config, self.engine.table)
         self._intake = Intake(self._reader, self._loader, self._fault_of, flops.of)
         self._log = ranks.on_all(lambda: open_log(config, ranks, self.progress))
+        self._health.log = self._log
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
         self._saver = ranks.on_all(
@@ -191,13 +193,15 @@ class Run:
         """Save the last step, wait for it, close everything, and return the exit code."""
         with self.saving_at_faults():
             self._report()
+        self.ranks.note(self.progress.step, "saves")
         self.ranks.raise_on_all(self._saver.finish(self.progress, self._good.loss))
         self._loader.close()
         how = "done" if self._is_complete else f"stopped by {cause_of(self._stopped_by)}"
-        self.ranks.say(f"{how} after step {self.progress.step}")
+        self.ranks.say(f"{how} after step {self.progress.step}{self._health.summary}")
         self._log.end(self.progress.step, complete=self._is_complete)
         if self._is_complete:
             return code_of_rank(EXIT_OK)
+        self.ranks.ended_by = how if self._stopped_by != OUT_OF_TIME else ""
         self.ranks.maximum([0.0])  # a launcher ends all ranks when one exits with a code: none before all are done
         return code_of_rank(exit_code(self._stopped_by))
 
@@ -231,6 +235,7 @@ class Run:
             self._report_step(started, is_alone=is_alone)
 
     def _report_step(self, started: Started, *, is_alone: bool = False) -> None:
+        self.ranks.note(self.progress.step, "waits for its device")
         stats, ranks = self._read(started, is_alone=is_alone), self.ranks
         if stats.outcome is not Outcome.COUNTS:
             self._log.event("void", started.progress.step, repeats=stats.outcome is Outcome.REPEATED)
@@ -257,6 +262,7 @@ class Run:
         norms = self.engine.norms.by_layer(stats.squares)
         self._log.step(agreed.line(started, stats, self.config.train, step_s=step_s, norms=norms, **rates))
         if not is_alone:
+            self._health.note_step(started.progress.step, step_s - stats.comm_s - stats.bubble_s)
             self._saver.check(int(agreed.num_failed))
         self._stopped_by = int(agreed.stopped_by)
 

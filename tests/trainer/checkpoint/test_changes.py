@@ -58,7 +58,7 @@ KEEPS = {
     },
     "data.valid": {"stores", "indices", "reading", "cache", "cache_mib"},
 }
-WHOLE = {"checkpoint", "log", "ops"}
+WHOLE = {"checkpoint", "health", "log", "ops"}
 
 
 def flipped(leaf: Leaf, value: Any) -> Any:

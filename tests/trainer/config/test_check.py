@@ -32,6 +32,7 @@ TABLES = {
     tables.OpsConfig: "ops",
     tables.CheckpointConfig: "checkpoint",
     tables.LogConfig: "log",
+    tables.HealthConfig: "health",
 }
 BOOKKEEPING = ("dataclasses.py", "<string>", "needs.py", "options.py", "config/check.py", "checkpoint/changes.py")
 FREE = {  # what a run need not read, and why it may be set all the same
