@@ -53,6 +53,7 @@ from ckptkit.runs.retention import Retention as Retention
 from ckptkit.runs.run import Run as Run
 from ckptkit.runs.run import resolve as resolve
 from ckptkit.saving.checkpointer import Checkpointer as Checkpointer
+from ckptkit.saving.code_version import git_commit as git_commit
 from ckptkit.saving.options import CheckpointerOptions as CheckpointerOptions
 from ckptkit.saving.save import save as save
 from ckptkit.tiers.node_places import NodePlaces as NodePlaces

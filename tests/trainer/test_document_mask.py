@@ -10,7 +10,6 @@ from ckptkit.model.layout import ParallelLayout
 from datakit import BatchOptions, pack
 from tests.trainer.support.parity import assert_parity, config_for, local_batch, make_engine, run_steps, with_documents
 from tests.trainer.support.parity import small as with_small_vocabulary
-from tests.trainer.support.plain_model import train
 from tests.trainer.support.training import call, curve
 from tests.trainer.test_engine import batches, small_config
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
@@ -18,6 +17,7 @@ from trainer.config import Config, DataConfig
 from trainer.config.walk import load_config
 from trainer.data import open_blend, to_device, with_vocabulary
 from trainer.ops.attention.choose import BACKENDS
+from trainer.verify.plain_model import train
 from trainer.verify.threads import run_threads
 from trainer.verify.whole import assembled, copied
 

@@ -10,7 +10,6 @@ import torch
 from ckptkit import TensorInfo
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import MODELS, make_engine
-from tests.trainer.support.plain_model import logits, train
 from threefold.errors import UserError
 from trainer.checkpoint.mapping import restored_pieces, saved_pieces, tensor_table
 from trainer.config import Config, OptimConfig, ParallelConfig, TrainConfig
@@ -18,6 +17,7 @@ from trainer.config.resolve import resolve
 from trainer.engine import Engine, StepStats
 from trainer.mesh.group import Network
 from trainer.model.microbatch import Batch
+from trainer.verify.plain_model import logits, train
 from trainer.verify.threads import run_threads
 from trainer.verify.whole import assembled, copied, fill
 

@@ -27,7 +27,6 @@ from tests.trainer.support.parity import (
     with_documents,
 )
 from tests.trainer.support.pass_faults import PASS_FAULTS
-from tests.trainer.support.plain_model import train
 from tests.trainer.support.recompute_faults import RECOMPUTE_FAULTS
 from tests.trainer.support.scale_faults import SCALE_FAULTS
 from tests.trainer.support.token_faults import TOKEN_FAULTS, compare_cut, turning_rows
@@ -37,6 +36,7 @@ from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
+from trainer.verify.plain_model import train
 from trainer.verify.threads import Deadlock, run_threads
 from trainer.verify.whole import assembled, copied
 

@@ -5,26 +5,27 @@ another precision may not change. One that is not made, for want of time or of t
 called sound.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ckptkit import CheckpointReader, ParallelLayout, hash_checkpoint, reshard
 from threefold.storage import open_storage
-from trainer.config import Config, Fp8Config, ParallelConfig
-from trainer.config.resolve import layout_of, resolve
+from trainer.config import Config, Fp8Config
+from trainer.config.resolve import layout_of
+from trainer.data import to_device
+from trainer.verify import plain_model
+from trainer.verify.bench import NUM_STEPS, SAVED_AT, Bench, nothing_again
 from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
-from trainer.verify.shrink import Shrunk
-from trainer.verify.trial import Start, Stream, Trial, read_stream, save_trial, try_steps, with_stores
+from trainer.verify.trial import Seen, Start, Stream, Trial, first_weights, read_stream, try_steps
 
-State = Literal["ok", "FAILED", "not run"]
-NUM_STEPS, SAVED_AT = 4, 2
+State = Literal["ok", "FAILED", "not run", "not needed"]
 LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
 COARSE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2, "fp64": LOSSES_WITHIN}  # relative, of a loss of few steps
 
@@ -42,7 +43,11 @@ class Result:
 
 
 class NotRun(Exception):
-    """A check has nothing to compare in this run, or cannot be made here."""
+    """A check cannot be made here."""
+
+
+class NotNeeded(Exception):
+    """A check has nothing to compare in this run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,77 +58,24 @@ class Figure:
     allowed: str
 
 
-class Bench:
-    """A small run with its stores, whose trials are made once and shared by the checks; owned by the command's thread."""
-
-    def __init__(self, small: Shrunk, run: Config, folder: Path) -> None:
-        """Write the stores in a folder that only this bench uses; `run` is the run itself."""
-        self.run, self.folder = run, folder
-        self.config = with_stores(small.config, folder)
-        self._trials: dict[str, Trial] = {}
-        self._stream: Stream | None = None
-        self._start: Start | None = None
-
-    @property
-    def alone(self) -> Config:
-        """Return the same run on one process, which takes each batch whole."""
-        train = replace(
-            self.config.train,
-            micro_batch_size=self.config.train.global_batch_size,
-            gradient_accumulation_steps=0,
-            recompute="none",
-            recompute_modules=(),
-            recompute_num_layers=0,
-            recompute_keep="nothing",
-        )
-        parallel = ParallelConfig(dp=1)
-        return resolve(replace(self.config, parallel=parallel, train=train), 1)
-
-    @property
-    def stream(self) -> Stream:
-        """Return the batches of all ranks."""
-        if self._stream is None:
-            self._stream = read_stream(self.config, NUM_STEPS)
-        return self._stream
-
-    def trial(self, name: str, config: Config, num_steps: int = NUM_STEPS, **options: Any) -> Trial:
-        """Return a trial by its name, made at the first call."""
-        if name not in self._trials:
-            stream = self.stream if config.parallel.dp > 1 or name != "alone" else read_stream(config, NUM_STEPS)
-            self._trials[name] = try_steps(config, stream, num_steps, **options)
-        return self._trials[name]
-
-    @property
-    def layout(self) -> Trial:
-        """Return the trial of the run's layout."""
-        return self.trial("layout", self.config)
-
-    @property
-    def reference(self) -> Trial:
-        """Return the trial of one process."""
-        return self.trial("alone", self.alone)
-
-    @property
-    def start(self) -> Start:
-        """Return the step that the layout saves in the middle of its trial."""
-        if self._start is None:
-            first = self.trial("first half", self.config, SAVED_AT)
-            self._start = save_trial(first, str(self.folder / "run"), SAVED_AT, self.stream)
-        return self._start
-
-
 def losses_and_norms(bench: Bench) -> Figure:
     """Compare losses, gradient norms, counts of tokens and an evaluation of every rank with one process."""
-    largest, reference = 0.0, bench.reference.ranks[0]
+    largest, expected = 0.0, _numbers(bench.reference.ranks[0])
     for rank, seen in enumerate(bench.layout.ranks):
-        for name in ("num_tokens", "losses", "norms", "evaluation"):
-            for step, (own, expected) in enumerate(zip(getattr(seen, name), getattr(reference, name), strict=True), 1):
-                gap = abs(own - expected) / max(abs(expected), 1e-300)
-                where = f"the {name.removesuffix('es') if name != 'evaluation' else name} of"
-                if not gap <= LOSSES_WITHIN:
-                    raise Different(f"{where} step {step} on rank {rank} is {own!r}, and {expected!r} in one process")
-                largest = max(largest, gap)
+        for (name, own), (_, other) in zip(_numbers(seen), expected, strict=True):
+            gap = abs(own - other) / max(abs(other), 1e-300)
+            if not gap <= LOSSES_WITHIN:
+                raise Different(f"the {name} is {own!r} on rank {rank}, and {other!r} in one process")
+            largest = max(largest, gap)
     return Figure(f"{largest:.1e}", f"{LOSSES_WITHIN:.0e} relative")
+
+
+def _numbers(seen: Seen) -> list[tuple[str, float]]:
+    """Return what a rank saw, step by step, with names."""
+    steps = enumerate(zip(seen.num_tokens, seen.losses, seen.norms, strict=True), 1)
+    names = ("number of tokens", "loss", "gradient norm")
+    found = [(f"{name} of step {step}", value) for step, values in steps for name, value in zip(names, values)]
+    return found + list(zip(("loss of an evaluation", "number of tokens of an evaluation"), seen.evaluation))
 
 
 def weights(bench: Bench) -> Figure:
@@ -133,8 +85,19 @@ def weights(bench: Bench) -> Figure:
 
 
 def compare_states(trial: Trial, reference: Trial) -> float:
-    """Return the largest difference of two states; Different names the first tensor of the model that differs."""
-    largest, expected, found = 0.0, reference.whole(), trial.whole()
+    """Return the largest difference of two states; Different names the first tensor that differs, and its ranks."""
+    try:
+        return compare_tensors(trial.whole(), reference.whole())
+    except Different as difference:
+        name = str(difference).partition("[")[0]
+        owners = [rank for rank, seen in enumerate(trial.ranks) if any(piece.name == name for piece in seen.pieces)]
+        held = f"; it is held by ranks {', '.join(map(str, owners[:8]))}" if owners else ""
+        raise Different(f"{difference}{held}") from None
+
+
+def compare_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest difference of two states; Different names the first tensor that differs."""
+    largest = 0.0
     if found.keys() != expected.keys():
         raise Different(f"one of both has not the tensors {', '.join(sorted(found.keys() ^ expected.keys()))}")
     for name, whole in expected.items():
@@ -142,24 +105,40 @@ def compare_states(trial: Trial, reference: Trial) -> float:
         gap = float(gaps.max())
         if not gap <= WEIGHTS_WITHIN:
             place = np.unravel_index(int(gaps.nan_to_num(torch.inf).argmax()), tuple(whole.shape))
-            owners = [rank for rank, seen in enumerate(trial.ranks) if any(p.name == name for p in seen.pieces)]
-            where = f"{name}{[int(number) for number in place]}"
-            raise Different(f"{where} differs by {gap:.1e}; it is held by ranks {', '.join(map(str, owners[:8]))}")
+            raise Different(f"{name}{[int(number) for number in place]} differs by {gap:.1e}")
         largest = max(largest, gap)
     return largest
+
+
+def plain(bench: Bench) -> Figure:
+    """Compare one process with the model and its training in plain torch, written apart."""
+    state, reference = first_weights(bench.alone), bench.reference
+    batches, largest = [to_device(host, torch.device("cpu")) for host in bench.whole_stream.batches[0]], 0.0
+    seen = reference.ranks[0]
+    pairs = zip(seen.losses, seen.norms, plain_model.train(bench.alone, state, batches), strict=True)
+    for step, (loss, norm, expected) in enumerate(pairs, 1):
+        for name, own, other in (("loss", loss, expected[0]), ("gradient norm", norm, expected[1])):
+            gap = abs(own - other) / abs(other)
+            if not gap <= LOSSES_WITHIN:
+                raise Different(f"the {name} of step {step} is {own!r}, and {other!r} in plain torch")
+            largest = max(largest, gap)
+    whole = reference.whole()
+    compare_tensors({name: whole[name] for name in state}, {name: value.detach() for name, value in state.items()})
+    return Figure(f"{largest:.1e}", f"{LOSSES_WITHIN:.0e} relative")
 
 
 def samples(bench: Bench) -> Figure:
     """Compare the samples that the data-parallel ranks read in each step with those that one process reads."""
     config, number = bench.config, 0
-    whole = read_stream(bench.alone, NUM_STEPS).batches[0]
+    whole = bench.whole_stream.batches[0]
     for step, expected in enumerate(whole):
         rows = [batches[step] for batches in bench.stream.batches]
         for name in ("tokens", "labels", "positions", "loss_mask"):
             parts = np.stack([getattr(each, name) for each in rows], axis=1)  # [micro-batches, ranks, rows, tokens]
             own = parts.reshape(getattr(expected, name).shape)
-            if not np.array_equal(own, getattr(expected, name)):
-                first = int(np.argwhere((own != getattr(expected, name)).any(-1))[0][-1])
+            differs = (own != getattr(expected, name)).any(-1).flatten()
+            if differs.any():
+                first = number + int(differs.argmax())
                 raise Different(f"{name} of sample {first} of step {step + 1} are others than those of one process")
         number += config.train.global_batch_size
     return Figure(f"{number} samples", "equal")
@@ -168,28 +147,29 @@ def samples(bench: Bench) -> Figure:
 def collectives(bench: Bench) -> Figure:
     """Compare what the ranks of each group called of it: the same calls, of the same sizes, in the same order."""
     if layout_of(bench.config).world_size == 1:
-        raise NotRun("one process calls nothing")
+        raise NotNeeded("one process calls nothing")
     calls = [len(seen.calls) for seen in bench.layout.ranks]  # a call that differs ends the trial
     return Figure(f"{max(calls):,} calls a rank", "in one order on all")
 
 
 def schedules(bench: Bench) -> Figure:
     """Compare the run's schedule and what it makes again with the plainest ones, bit by bit."""
-    config, plain = bench.config, {"recompute": "none", "recompute_modules": (), "recompute_num_layers": 0}
+    config = bench.config
     others = [
         replace(config, parallel=replace(config.parallel, schedule=schedule))
         for schedule in ("gpipe", "1f1b", "zb-h1")
         if config.parallel.pp > 1 and schedule != config.parallel.schedule
     ]
     if config.train.recompute != "none":
-        others.append(replace(config, train=replace(config.train, **plain, recompute_keep="nothing")))
+        others.append(replace(config, train=nothing_again(config.train)))
     parallel = replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False)
     if parallel != config.parallel and config.parallel.dp > 1:
         others.append(replace(config, parallel=parallel))
     if not others:
-        raise NotRun("the run has one stage, makes nothing again and overlaps nothing")
+        raise NotNeeded("the run has one stage, makes nothing again and overlaps nothing")
+    few = bench.trial(SAVED_AT)
     for other in others:
-        compare_bits(bench.layout, try_steps(other, bench.stream, NUM_STEPS), _named(config, other))
+        compare_bits(few, try_steps(other, bench.stream, SAVED_AT), _named(config, other))
     return Figure(f"{len(others)} others", "equal bits")
 
 
@@ -232,8 +212,7 @@ def _metadata(start: Start) -> Any:
 
 def another_layout(bench: Bench) -> Figure:
     """Go on from the saved step in one process, and compare with the run that went on."""
-    stream = read_stream(bench.alone, NUM_STEPS)
-    later = try_steps(bench.alone, stream, NUM_STEPS - SAVED_AT, start=bench.start)
+    later = try_steps(bench.alone, bench.whole_stream, NUM_STEPS - SAVED_AT, start=bench.start)
     for own, expected in zip(later.ranks[0].losses, bench.layout.ranks[0].losses[SAVED_AT:], strict=True):
         if not abs(own - expected) <= LOSSES_WITHIN * abs(expected):
             raise Different(f"a loss behind step {SAVED_AT} is {own!r} in one process, and {expected!r} in the layout")
@@ -261,7 +240,7 @@ def certificate(bench: Bench) -> Figure:
 def host_waits(bench: Bench) -> Figure:
     """Take a step in which each call is an error for which a host would wait for its GPU."""
     if bench.config.parallel.moe_dispatch == "alltoall" and bench.config.parallel.ep > 1:
-        raise NotRun("with moe_dispatch alltoall hosts wait for the counts of each layer")
+        raise NotNeeded("with moe_dispatch alltoall hosts wait for the counts of each layer")
     with watching_tensors():
         try_steps(bench.config, bench.stream, 2, refuses_waits=True)
     return Figure("a step", "no wait")
@@ -271,11 +250,11 @@ def precision(bench: Bench) -> Figure:
     """Compare losses in the run's own precision with those in float64, as far as that is coarse."""
     wanted = bench.run.train.precision
     if wanted == "fp64":
-        raise NotRun("the run is of float64 itself")
+        raise NotNeeded("the run is of float64 itself")
     if bench.run.fp8.recipe != "off":
         raise NotRun("weights of the small run are no multiples of what shares a scale in eight bits")
     config = replace(bench.config, train=replace(bench.config.train, precision=wanted), fp8=Fp8Config())
-    trial, largest = try_steps(config, bench.stream, NUM_STEPS), 0.0
+    trial, largest = try_steps(config, bench.stream, SAVED_AT), 0.0
     for step, (own, expected) in enumerate(zip(trial.ranks[0].losses, bench.reference.ranks[0].losses), 1):
         gap = abs(own - expected) / abs(expected)
         if not gap <= COARSE[wanted]:
@@ -287,27 +266,25 @@ def precision(bench: Bench) -> Figure:
 CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "samples of each step": samples,
     "order of collectives": collectives,
+    "one process, plain torch": plain,
     "losses, norms, evaluation": losses_and_norms,
     "weights and moments": weights,
     "resume, the same layout": resume,
     "resume, one process": another_layout,
     "save and reshard": certificate,
-    "schedule, recompute, overlap": schedules,
     "no wait of the host": host_waits,
     "precision of the run": precision,
+    "schedule, recompute, overlap": schedules,
 }
 
 
-def run_checks(bench: Bench, *, seconds: float, report: Callable[[Result], None]) -> Iterator[Result]:
-    """Make one check after the other, and yield what became of each; those that the time is over for are not run."""
-    deadline = perf_counter() + seconds
+def run_checks(bench: Bench, deadline: float) -> Iterator[Result]:
+    """Make one check after the other, and yield what became of each; none begins behind the deadline."""
     for name, check in CHECKS.items():
-        if perf_counter() >= deadline:
-            result = Result(name, "not run", text=f"{seconds:g} seconds were over")
+        if perf_counter() < deadline:
+            yield run_check(name, check, bench)
         else:
-            result = run_check(name, check, bench)
-        report(result)
-        yield result
+            yield Result(name, "not run", text="the time was over")
 
 
 def run_check(name: str, check: Callable[[Bench], Figure], bench: Bench) -> Result:
@@ -315,8 +292,9 @@ def run_check(name: str, check: Callable[[Bench], Figure], bench: Bench) -> Resu
     begin = perf_counter()
     try:
         figure = check(bench)
-    except NotRun as reason:
-        return Result(name, "not run", text=str(reason), seconds=perf_counter() - begin)
+    except (NotRun, NotNeeded) as reason:
+        state: State = "not run" if isinstance(reason, NotRun) else "not needed"
+        return Result(name, state, text=str(reason), seconds=perf_counter() - begin)
     except Exception as error:
         text = str(error) if isinstance(error, Different) else f"{type(error).__name__}: {error}"
         return Result(name, "FAILED", text=text, seconds=perf_counter() - begin)

@@ -231,7 +231,7 @@ def _data(data: DataConfig, rows: Callable[[int], int], seq_length: int) -> Data
     return replace(
         data, mixture=mixture, indices=(), cache="", max_epochs=0, train_samples=0, start_sample=0,
         block_tokens=4 * seq_length if data.shuffle == "blocks" else data.block_tokens,
-        valid=DataConfig().valid, tokenizer="", any_tokenizer=False,
+        valid=DataConfig().valid, valid_sets=(), tokenizer="", any_tokenizer=False,
     )  # fmt: skip
 
 

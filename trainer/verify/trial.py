@@ -137,11 +137,9 @@ def _train(
     rank: int, config: Config, stream: Stream, steps: range, start: Start | None, refuses_waits: bool, *,
     network: Network | None = None,
 ) -> tuple[Seen, Sequence[TensorInfo]]:  # fmt: skip
-    torch.autograd.set_multithreading_enabled(False)
     recording = Recording(network or Processes(CPU, timeout_s=60.0))
-    mesh = mesh_of(config, rank, CPU, network=recording)
-    engine = Engine(config, mesh)
-    engine.initialise()
+    engine = _engine(rank, config, recording)
+    mesh = engine.mesh
     if start is not None:
         restore_step(engine, Run(start.url), start.step)
         engine.store.publish()
@@ -164,6 +162,21 @@ def _train(
         tuple(each.num_tokens for each in stats), evaluation, copied(pieces), recording.calls,
     )  # fmt: skip
     return seen, tensors
+
+
+def _engine(rank: int, config: Config, network: Network) -> Engine:
+    torch.autograd.set_multithreading_enabled(False)
+    engine = Engine(config, mesh_of(config, rank, CPU, network=network))
+    engine.initialise()
+    return engine
+
+
+def first_weights(config: Config) -> dict[str, Tensor]:
+    """Return the initial weights of a run of one process, by name."""
+    engine = _engine(0, config, Processes(CPU, timeout_s=60.0))
+    tensors = [info for info in tensor_table(engine.table, engine.dtype) if not info.name.startswith("optim.")]
+    names = {info.name for info in tensors}
+    return assembled(tensors, copied(piece for piece in saved_pieces(engine.store) if piece.name in names))
 
 
 def counted_step(engine: Engine, step: int, batch: Batch) -> StepStats:

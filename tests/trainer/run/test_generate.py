@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.support import plain_model
 from tests.trainer.support.training import ROOT, call
 from threefold.options import FlagText
 from trainer.job.ranks import Ranks
@@ -19,6 +18,7 @@ from trainer.run.continuation import Until
 from trainer.run.generate import Generation, Piece
 from trainer.run.inference import TrainedModel, open_checkpoint
 from trainer.run.sampling import Sampling
+from trainer.verify import plain_model
 
 PROMPTS = ["w1 w2 w3", "w4", "w7 w9 w11 w13 w15 w17 w19", "w4", "w30 w31"]
 WARM = Sampling(1.5, top_k=40, top_p=0.98, min_p=0.001, seed=5)

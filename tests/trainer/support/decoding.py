@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
-from tests.trainer.support import plain_model
 from tests.trainer.support.moe import mixture
 from tests.trainer.support.parity import config_for, make_engine, small
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
@@ -18,6 +17,7 @@ from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
 from trainer.run.decoder import Decoder, for_decoding
+from trainer.verify import plain_model
 from trainer.verify.threads import run_threads
 from trainer.verify.whole import assembled, copied
 

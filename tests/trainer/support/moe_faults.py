@@ -11,7 +11,6 @@ from tests.support.checks import require_equal
 from tests.trainer.support.faults import TP, Fault, Patch, wrapping
 from tests.trainer.support.moe import engine_of, mixture
 from tests.trainer.support.parity import assert_parity, local_batch, run_steps
-from tests.trainer.support.plain_model import logits
 from tests.trainer.support.recompute_faults import compare_again, making
 from trainer import engine
 from trainer.config import Config
@@ -25,6 +24,7 @@ from trainer.parallel import expert
 from trainer.parallel.dispatch import Coming, Exchanged, Gathered, Routes, TokenGroups
 from trainer.parallel.expert import ExpertParallel
 from trainer.parallel.rows import RowLimit
+from trainer.verify.plain_model import logits
 from trainer.verify.threads import run_threads
 
 EXPERTS: dict[str, Any] = {  # of the model that faults are planted in: some have no token in a micro-batch

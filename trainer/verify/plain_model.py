@@ -5,6 +5,7 @@ Shapes: B samples, S positions, D hidden, N heads, H head size.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatch
 
 import torch
@@ -15,6 +16,8 @@ from trainer.config.optim import GroupConfig
 from trainer.config.resolve import settled
 from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
+from trainer.ops.rope import rotary_frequencies
+from trainer.store.lr import learning_rate
 
 State = dict[str, Tensor]
 Drop = Callable[..., Tensor]
@@ -29,7 +32,7 @@ def logits(
     documents_BS: Tensor | None = None,
     spread: "Spread | None" = None,
 ) -> Tensor:
-    """[B, S, vocabulary]; attention stays in documents, if their numbers are given."""
+    """Return logits, [B, S, vocabulary]; attention stays in documents, if their numbers are given."""
     spread = spread or Spread(model)
     x_BSD = state["embed.weight"][tokens_BS]
     if model.position == "learned":
@@ -52,7 +55,7 @@ def logits(
 
 
 def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[float, float]]:
-    """Loss and gradient norm of each step; `state` holds the parameters afterwards."""
+    """Train, and yield loss and gradient norm of each step; `state` holds the parameters afterwards."""
     model, optim = config.model, settled(config).optim
     for value in state.values():
         value.requires_grad_()
@@ -63,12 +66,10 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
         rates = {"lr": optim.lr * group.lr_factor, "weight_decay": optim.weight_decay * decay}
         groups.append({"params": [value], "factor": group.lr_factor, **rates})
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    peak = torch.optim.SGD([torch.zeros(1)], lr=optim.lr)
     spread = Spread(model)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(peak, optim.decay_steps, eta_min=optim.min_lr)
     for step, batch in enumerate(batches):
         for param_group in adam.param_groups:
-            param_group["lr"] = peak.param_groups[0]["lr"] * param_group["factor"]
+            param_group["lr"] = learning_rate(optim, step) * param_group["factor"]
         tokens, labels, positions, mask = (
             part.flatten(0, 1) for part in (batch.tokens, batch.labels, batch.positions, batch.loss_mask)
         )
@@ -85,19 +86,17 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
         adam.zero_grad()
         (loss + spread.loss(mask, batch.tokens.shape[1]) / mask.sum()).backward()
         spread.end_step()
-        norm = math.sqrt(sum(float(value.grad.square().sum()) for value in state.values()))
-        for value in state.values():
-            value.grad *= min(1.0, optim.clip / norm)
+        gradients = [value.grad for value in state.values() if value.grad is not None]
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+        for gradient in gradients if optim.clip else ():
+            gradient *= min(1.0, optim.clip / norm)
         adam.step()
-        peak.step()
-        cosine.step()
         yield loss.item(), norm
 
 
 def document_numbers(batch: Batch) -> Tensor:
-    """The number of each token's document, in its micro-batch, [B, S]."""
-    if batch.documents is None:
-        raise AssertionError("the batch has no bounds of documents")
+    """Return the number of each token's document, in its micro-batch, [B, S]."""
+    assert batch.documents is not None, "the batch has bounds of documents"
     num_rows, length = batch.tokens.shape[1:]
     places = torch.arange(num_rows * length)
     numbers = [(places.unsqueeze(1) >= bounds.cpu()).sum(1) for bounds, _ in batch.documents]
@@ -124,12 +123,13 @@ def _attend(
     documents_BS: Tensor | None,
     window: int,
 ) -> Tensor:
-    size = model.hidden_size // model.num_heads
+    size = model.head_size or model.hidden_size // model.num_heads
     q, k, v = (_linear(part, f"attn.{name}", x_BSD).unflatten(-1, (-1, size)) for name in "qkv")  # [B, S, N, H]
     if model.qk_norm:
         q, k = _norm(model, part, "attn.q_norm", q), _norm(model, part, "attn.k_norm", k)
     if model.position == "rope":
-        q, k = _rotate(q, positions_BS, model.rope_theta), _rotate(k, positions_BS, model.rope_theta)
+        frequencies_H = rotary_frequencies(replace(model, head_size=size), device=x_BSD.device)
+        q, k = _rotate(q, positions_BS, frequencies_H), _rotate(k, positions_BS, frequencies_H)
     repeats = model.num_heads // k.shape[2]
     k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     scores_BNST = torch.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(size)
@@ -143,10 +143,10 @@ def _attend(
     return _linear(part, "attn.out", torch.einsum("bnst,btnh->bsnh", weights_BNST, v).flatten(2))
 
 
-def _rotate(x: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
-    """Feature j and j + H/2 are one complex number, turned by position * theta^(-2j/H)."""
+def _rotate(x: Tensor, positions_BS: Tensor, frequencies_H: Tensor) -> Tensor:
+    """Return x with feature j and j + H/2 as one complex number, turned by the position times a frequency."""
     half = x.shape[-1] // 2
-    angles = positions_BS[..., None, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = positions_BS[..., None, None] * frequencies_H
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], -1)
 
@@ -159,7 +159,7 @@ class Spread:
         self.biases = {layer: torch.zeros(model.num_experts).double() for layer in range(model.num_layers)}
 
     def loss(self, mask_BS: Tensor, rows_at_once: int) -> Tensor:
-        """The sum over tokens of what is added to their losses, of micro-batches of so many rows."""
+        """Return the sum over tokens of what is added to their losses, of micro-batches of so many rows."""
         model, total = self.model, torch.zeros((), dtype=torch.float64)
         num_rows = 1 if model.moe_balance == "seq_aux" else rows_at_once
         for logits_BSE, scores_BSE, chosen_BSE in self.routed.values():
@@ -183,7 +183,7 @@ class Spread:
 
 
 def _mixture(model: ModelConfig, part: State, x: Tensor, layer: int, spread: Spread) -> Tensor:
-    """Every expert sees every token, and counts for those whose best it is among."""
+    """Return the mixture: every expert sees every token, and counts for those whose best it is among."""
     if "mlp.router.weight" not in part:
         return _feed_forward(model, part, x)
     logits = x @ part["mlp.router.weight"].T

@@ -1,0 +1,148 @@
+"""Each check of a verification finds a fault of its kind, and finds none in a run without one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+from tests.trainer.support.faults import FAULTS as PLANTED
+from tests.trainer.support.faults import Patch, skipping, wrapping
+from tests.trainer.support.layouts import configs, layouts
+from tests.trainer.verify.test_shrink import run_of
+from trainer.checkpoint import load
+from trainer.config import Config
+from trainer.engine import Engine
+from trainer.mesh.group import Group
+from trainer.store.optimizers import Updates
+from trainer.verdict import Verdict
+from trainer.verify import trial
+from trainer.verify.bench import Bench
+from trainer.verify.checks import CHECKS, run_check, run_checks
+from trainer.verify.locate import located
+from trainer.verify.shrink import shrunk
+
+
+def bench_of(folder: Path, run: Config) -> Bench:
+    return Bench(shrunk(run), run, folder)
+
+
+def left_out_on_one(real: Any, self: Group, called: str, *args: Any, **options: Any) -> Any:
+    is_left_out = (called, self.name, self.index) == ("all_reduce", "world", 1)
+    return None if is_left_out else real(self, called, *args, **options)
+
+
+def read_in_the_step(real: Any, self: Verdict, step: int, loss: torch.Tensor, *others: Any) -> Any:
+    loss.item()
+    return real(self, step, loss, *others)
+
+
+def others_in_bf16(real: Any, self: Engine) -> None:
+    real(self)
+    for _, value in self.store.values() if self.dtype == torch.bfloat16 else ():
+        value.mul_(1.5)
+
+
+def planted(name: str) -> Callable[[Patch], None]:
+    return next(fault.plant for fault in PLANTED if fault.name == name)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
+    "all ranks of dp read the first one's rows": (
+        "samples of each step",
+        wrapping(trial, "open_loader", lambda real, blend, config, _, *more: real(blend, config, 0, *more)),
+        "tokens of sample 2 of step 1",
+    ),
+    "one rank leaves a sum out": (
+        "order of collectives",
+        wrapping(Group, "_call", left_out_on_one),
+        "rank",
+    ),
+    "AdamW counts a step too many": (
+        "one process, plain torch",
+        wrapping(Updates, "update", lambda real, *args, **named: real(*args[:-1], args[-1] + 1, **named)),
+        "the loss of step 2",
+    ),
+    "tokens are counted on this rank alone": ("losses, norms, evaluation", skipping("all_reduce", "dp"), "step 1"),
+    "a rank updates its neighbour's interval": (
+        "weights and moments",
+        planted("a rank updates its neighbour's interval"),
+        "the gradient norm nan",  # of memory that no rank filled
+    ),
+    "a resume leaves moments out": (
+        "resume, the same layout",
+        wrapping(load, "restored_pieces", lambda real, *args, **named: real(*args, with_moments=False)),
+        "a resume at step 2",
+    ),
+    "a step is read back on the host": (
+        "no wait of the host",
+        wrapping(Verdict, "judge", read_in_the_step),
+        "makes the host wait",
+    ),
+    "weights of bf16 are others": ("precision of the run", wrapping(Engine, "initialise", others_in_bf16), "in bf16"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_by_its_check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, plant, text = FAULTS[name]
+    bench = bench_of(
+        tmp_path, run_of("examples/tiny.toml", parallel__dp="2", train__micro_batch_size="2", train__precision="bf16")
+    )
+    plant(monkeypatch)
+    result = run_check(check, CHECKS[check], bench)
+    assert (result.state, text in result.text) == ("FAILED", True), result
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_schedules_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of("examples/tiny.toml", parallel__pp="2", parallel__dp="2", train__micro_batch_size="2")
+    check = "schedule, recompute, overlap"
+    assert run_check(check, CHECKS[check], bench_of(tmp_path / "sound", run)).state == "ok"
+    real = Engine.start_step
+
+    def start_step(self: Engine, step: int, *args: Any, **options: Any) -> Any:
+        shift = step + (self.config.parallel.schedule == "gpipe")
+        return real(self, shift, *args, **options)
+
+    monkeypatch.setattr(Engine, "start_step", start_step)
+    result = run_check(check, CHECKS[check], bench_of(tmp_path / "other", run))
+    assert result.state == "FAILED"
+    assert "parallel.schedule gpipe" in result.text
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_failure_names_the_first_tensor_and_the_smallest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """QK-norm gradients that tp does not sum: neither pp nor dp is needed for that."""
+    planted("QK-norm gradients are not summed over tp")(monkeypatch)
+    run = run_of("examples/tiny.toml", parallel__tp="2", parallel__dp="2", parallel__pp="2", model__qk_norm="true",
+                 parallel__sequence_parallel="off", train__micro_batch_size="2")  # fmt: skip
+    bench, check = bench_of(tmp_path, run), "losses, norms, evaluation"
+    result = run_check(check, CHECKS[check], bench)
+    assert result.state == "FAILED"
+    found = located(result, bench, deadline=perf_counter() + 60, max_ranks=64).text
+    assert "the gradient norm of step 1" in found
+    assert "first behind step 1: layers.0.attn.q_norm.weight" in found
+    assert "it still fails with tp2, 1 layers" in found
+
+
+def test_what_time_does_not_allow_is_not_run(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path, run_of("examples/tiny.toml"))
+    assert {result.state for result in run_checks(bench, perf_counter())} == {"not run"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@settings(derandomize=True, database=None, phases=[Phase.generate], max_examples=200)
+@given(run=configs(layouts(16)))
+def test_random_layouts_raise_no_false_alarm(run: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = replace(run, data=replace(run.data, stores=("a", "b")))
+    bench = bench_of(tmp_path_factory.mktemp("stores"), run)
+    results = list(run_checks(bench, perf_counter() + 1000))
+    assert not [result for result in results if result.state in ("FAILED", "not run")]

@@ -1,0 +1,58 @@
+"""The command: one line a check, a card for a reader or a program, exit codes, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.printed import printed
+from trainer.cli import main
+
+Capture = pytest.CaptureFixture[str]
+TINY = "examples/tiny.toml"
+
+
+def test_a_small_run_is_verified(tmp_path: Path, capsys: Capture) -> None:
+    card, page = tmp_path / "card.json", tmp_path / "card.html"
+    words = ["verify", TINY, "--layout", "tp2", "--seconds", "300", "--json", str(card), "--html", str(page)]
+    code, out, err = printed(main, words, capsys)
+    assert code == 0, out
+    known = json.loads(card.read_text())
+    assert (known["verdict"], known["layout"], known["layout_of_run"]) == ("ok", "tp2", "tp2")
+    assert {check["state"] for check in known["checks"]} == {"ok", "not needed"}
+    assert len(out.splitlines()) == len(known["checks"])
+    assert known["config"]["model"]["hidden_size"] == 128
+    assert "model.hidden_size 128 -> 16" in err
+    assert "losses, norms, evaluation" in page.read_text()
+
+
+def test_what_is_not_run_is_not_sound(capsys: Capture) -> None:
+    words = ["verify", TINY, "--seconds", "1e-6"]
+    code, out, err = printed(main, words, capsys)
+    assert (code, out.count("not run")) == (1, len(out.splitlines()))
+    assert "checks: partial" in err
+    assert printed(main, [*words, "--allow-partial"], capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["nothing.toml"], "no configuration file nothing.toml"),
+        ([TINY, "--layout", "tp3"], "model.num_heads 4 is not a multiple of parallel.tp 3"),
+        ([TINY, "--layout", "tp2,pp2"], "is not a parallel layout"),
+        ([TINY, "--layout", "tp2", "--tp", "4"], "--layout tp2 names all axes, and --tp one of them"),
+        ([TINY, "--html", "{}/nowhere/card.html"], "the folder"),
+        ([TINY, "--json", "."], "is a folder"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(words: list[str], text: str, tmp_path: Path, capsys: Capture) -> None:
+    code, out, err = printed(main, ["verify", *(word.format(tmp_path) for word in words)], capsys)
+    assert (code, out) == (2, "")
+    assert text in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in Path("examples").glob("*.toml")))
+def test_each_example_is_verified(name: str, capsys: Capture) -> None:
+    code, out, _ = printed(main, ["verify", f"examples/{name}.toml", "--seconds", "300"], capsys)
+    assert code == 0, out

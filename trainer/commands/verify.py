@@ -1,0 +1,119 @@
+"""`trainer verify`: prove on a CPU that a layout changes no number of a run."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from threefold.cli import print_json, print_line
+from threefold.console import log
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
+from threefold.flags import Settings, settings
+from threefold.options import FlagText, argument, option
+from trainer.commands.shared import ELSEWHERE
+from trainer.config import Config, ValidConfig
+from trainer.config.foreign.translate import translated
+
+if TYPE_CHECKING:
+    from trainer.verify.checks import Result
+
+AXES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ep": "ep", "virtual": "virtual_stages"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `trainer verify`."""
+
+    config: str = argument("CONFIG.toml", "configuration; every key is also a flag, as of trainer train")
+    layout: str = option("", "verify another layout than the configuration's", metavar="tp2-pp2-dp2")
+    seconds: float = option(60.0, "begin no check after so many seconds", above=0)
+    all: bool = option(False, "up to 256 ranks, where otherwise axes are shortened to 64")
+    allow_partial: bool = option(False, "exit with 0 though a check was not run")
+    json: str = option("", "write the card as JSON; - prints it", metavar="FILE")
+    html: str = option("", "write the card as a page; needs threefold[plot]", metavar="FILE")
+    flags: Settings = settings(Config, hidden=ELSEWHERE, foreign=translated)
+
+
+def run(options: Options) -> int:
+    """Train a small run of the same cuts on ranks that are threads, beside one process in float64: losses, norms,
+    weights, samples, resumes, reshards, schedules and precision. Needs no GPU and no store. Exit code 1 if a check
+    failed, or was not run."""
+    from trainer.config.resolve import layout_of
+    from trainer.config.walk import load_config
+    from trainer.verify.bench import Bench
+    from trainer.verify.card import card, verdict_of
+    from trainer.verify.checks import run_checks
+    from trainer.verify.locate import located
+    from trainer.verify.shrink import shrunk
+
+    deadline, max_ranks = perf_counter() + options.seconds, 256 if options.all else 64
+    check_places(options)
+    flags = {**options.flags, **of_layout(options)}
+    flags.setdefault("data.valid.stores", FlagText("none", "--data.valid.stores"))  # which are not read
+    config = load_config(options.config, flags, world_size=None)
+    config = replace(config, data=replace(config.data, valid=ValidConfig()))
+    small = shrunk(config, max_ranks=max_ranks)
+    log(f"verifying {options.config} as {layout_of(small.config)}, {small.config.model.num_layers} layers")
+    results: list[Result] = []
+    with TemporaryDirectory(prefix="trainer-verify-") as folder:
+        bench = Bench(small, config, Path(folder))
+        for result in run_checks(bench, deadline):
+            if result.state == "FAILED":
+                result = located(result, bench, deadline=deadline, max_ranks=max_ranks)
+            results.append(result)
+            (log if options.json == "-" else print_line)(row_of(result))
+    verdict = verdict_of(results)
+    for change in small.changes:
+        log(f"  {change}")
+    log(f"the options above are otherwise in the small run; {len(results)} checks: {verdict}")
+    write_card(options, card(options.config, config, small, results))
+    return EXIT_OK if verdict == "ok" or (verdict == "partial" and options.allow_partial) else EXIT_CHECK_FAILED
+
+
+def of_layout(options: Options) -> Settings:
+    """Return the flags that a layout stands for: axes that it does not name are 1."""
+    from ckptkit import ParallelLayout
+
+    if not options.layout:
+        return {}
+    sizes = ParallelLayout.named_sizes(options.layout)
+    if beside := [flag for name in AXES.values() if (flag := options.flags.get(f"parallel.{name}"))]:
+        raise UserError(f"--layout {options.layout} names all axes, and {beside[0].flag} one of them", hint="--layout")
+    etp = {"parallel.etp": str(sizes["etp"])} if "etp" in sizes else {}
+    texts = {f"parallel.{key}": str(sizes.get(axis, 1)) for axis, key in AXES.items()} | etp
+    return {key: FlagText(text, "--layout") for key, text in texts.items()}
+
+
+def check_places(options: Options) -> None:
+    """Raise UserError if the card cannot be where it is asked for."""
+    from threefold.packages import require
+    from threefold.page import check_page_path
+
+    if options.html:
+        require("jinja2", "a page")
+    for path in (options.json, options.html):
+        if path not in ("", "-"):
+            check_page_path(path)
+
+
+def write_card(options: Options, known: Mapping[str, Any]) -> None:
+    """Write the card where it is asked for."""
+    from threefold.page import write_page
+    from trainer.verify.card import page
+
+    if options.json == "-":
+        print_json(known)
+    elif options.json:
+        write_page(json.dumps(known, indent=1, default=str) + "\n", options.json)
+    if options.html:
+        write_page(page(known), options.html)
+
+
+def row_of(result: "Result") -> str:
+    """Return the line of a check: its verdict, what it found and allows, and what differs."""
+    figures = f"{result.found}, allowed {result.allowed}" if result.found else ""
+    texts = [text for text in (figures, result.text) if text]
+    return f"{result.state:<10}  {result.name:<28}  {'; '.join(texts)} ({result.seconds:.1f} s)"

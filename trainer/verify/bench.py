@@ -1,0 +1,88 @@
+"""Bench: a small run with its stores, and its trials, each made once."""
+
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.config import Config, ParallelConfig, TrainConfig
+from trainer.config.resolve import resolve
+from trainer.verify.shrink import Shrunk
+from trainer.verify.trial import Start, Stream, Trial, read_stream, save_trial, try_steps, with_stores
+
+NUM_STEPS, SAVED_AT = 4, 2
+
+
+class Bench:
+    """A small run with its stores, whose trials the checks share; owned by the command's thread."""
+
+    def __init__(self, small: Shrunk, run: Config, folder: Path) -> None:
+        """Write the stores in a folder that only this bench uses; `run` is the run itself."""
+        self.run, self.folder = run, folder
+        self.config = with_stores(small.config, folder)
+        self._forget()
+
+    @classmethod
+    def beside(cls, bench: "Bench", config: Config) -> "Bench":
+        """Return a bench of another small run over the same stores."""
+        other = copy(bench)
+        other.config = config
+        other._forget()
+        return other
+
+    def _forget(self) -> None:
+        self._trials: dict[tuple[int, bool], Trial] = {}
+        self._stream: Stream | None = None
+        self._whole_stream: Stream | None = None
+        self._start: Start | None = None
+
+    @property
+    def alone(self) -> Config:
+        """Return the same run on one process, with the same micro-batches."""
+        train = replace(nothing_again(self.config.train), gradient_accumulation_steps=0)
+        return resolve(replace(self.config, parallel=ParallelConfig(dp=1), train=train), 1)
+
+    @property
+    def stream(self) -> Stream:
+        """Return the batches of all ranks."""
+        if self._stream is None:
+            self._stream = read_stream(self.config, NUM_STEPS)
+        return self._stream
+
+    @property
+    def whole_stream(self) -> Stream:
+        """Return the batches of one process."""
+        if self._whole_stream is None:
+            self._whole_stream = read_stream(self.alone, NUM_STEPS)
+        return self._whole_stream
+
+    def trial(self, num_steps: int = NUM_STEPS, *, alone: bool = False) -> Trial:
+        """Return a trial of so many steps, of the layout or of one process, made at the first call."""
+        key = num_steps, alone
+        if key not in self._trials:
+            config, stream = (self.alone, self.whole_stream) if alone else (self.config, self.stream)
+            self._trials[key] = try_steps(config, stream, num_steps)
+        return self._trials[key]
+
+    @property
+    def layout(self) -> Trial:
+        """Return the trial of the run's layout."""
+        return self.trial()
+
+    @property
+    def reference(self) -> Trial:
+        """Return the trial of one process."""
+        return self.trial(alone=True)
+
+    @property
+    def start(self) -> Start:
+        """Return the step that the layout saves in the middle of its trial."""
+        if self._start is None:
+            self._start = save_trial(self.trial(SAVED_AT), str(self.folder / "run"), SAVED_AT, self.stream)
+        return self._start
+
+
+def nothing_again(train: TrainConfig) -> TrainConfig:
+    """Return the options of a run whose backward makes nothing again."""
+    plain = TrainConfig()
+    names = ("recompute", "recompute_modules", "recompute_num_layers", "recompute_keep")
+    return replace(train, **{name: getattr(plain, name) for name in names})

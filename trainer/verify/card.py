@@ -1,0 +1,53 @@
+"""The card of a verification: the verdict, the checks with their figures, and what was verified."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ckptkit import git_commit
+from threefold import __version__
+from threefold.page import render_page
+from trainer.config import Config
+from trainer.config.resolve import layout_of
+from trainer.verify.checks import Result
+from trainer.verify.shrink import Shrunk
+
+
+def verdict_of(results: Sequence[Result]) -> str:
+    """Return FAILED if a check failed, "partial" if one was not run, else ok."""
+    states = {result.state for result in results}
+    return "FAILED" if "FAILED" in states else "partial" if "not run" in states else "ok"
+
+
+def card(source: str, run: Config, small: Shrunk, results: Sequence[Result]) -> dict[str, Any]:
+    """Return all that is known of a verification as plain data."""
+    return {
+        "verdict": verdict_of(results),
+        "source": source,
+        "layout": str(layout_of(small.config)),
+        "layout_of_run": str(layout_of(run)),
+        "checks": [asdict(result) for result in results],
+        "changes": [asdict(change) for change in small.changes],
+        "config": asdict(run),
+        "versions": {"threefold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": git_commit(),
+    }
+
+
+def page(known: Mapping[str, Any]) -> str:
+    """Return a card as an HTML page that needs nothing else."""
+    names = ("name", "state", "found", "allowed", "text", "seconds")
+    rows = [[f"{check[name]:.1f}" if name == "seconds" else check[name] for name in names] for check in known["checks"]]
+    facts = [[name, known[name]] for name in ("source", "layout_of_run", "layout", "commit")]
+    facts += [[name, version] for name, version in known["versions"].items()]
+    changes = [[change["key"], str(change["was"]), str(change["now"])] for change in known["changes"]]
+    options = [
+        [f"{table}.{key}", str(value)] for table, values in known["config"].items() for key, value in values.items()
+    ]
+    return render_page(
+        __package__, "card.html.j2", title=f"{known['source']}: {known['verdict']}", rows=rows, facts=facts,
+        changes=changes, options=options,
+    )  # fmt: skip
