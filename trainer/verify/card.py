@@ -41,7 +41,8 @@ def page(known: Mapping[str, Any]) -> str:
     """Return a card as an HTML page that needs nothing else."""
     names = ("name", "state", "found", "allowed", "text", "seconds")
     rows = [[f"{check[name]:.1f}" if name == "seconds" else check[name] for name in names] for check in known["checks"]]
-    facts = [[name, known[name]] for name in ("source", "layout_of_run", "layout", "commit")]
+    titles = {"source": "run", "layout_of_run": "its layout", "layout": "layout here", "commit": "commit"}
+    facts = [[title, known[name]] for name, title in titles.items()]
     facts += [[name, version] for name, version in known["versions"].items()]
     changes = [[change["key"], str(change["was"]), str(change["now"])] for change in known["changes"]]
     options = [
