@@ -51,6 +51,7 @@ class StepMetrics:
     checkpoint_stall_s: float
     memory_gib: float  # peak of one rank: GPU memory allocated, or resident set on a CPU
     memory_of_plan: float | None  # the most that torch reserved on a GPU over its plan; None on a CPU
+    train_steps: int | None = None  # after which the run is complete
     forward_s: float = 0.0  # in forward passes, with their collectives, of the rank that has most
     backward_s: float = 0.0  # in backward passes, with the products that they put off
     update_s: float = 0.0  # in the optimizer's update; on GPUs the next forward may run beside it

@@ -63,6 +63,7 @@ class StepReport:
         """Return the step's line; `rates` are what `throughput` takes besides."""
         return StepMetrics(
             step=started.progress.step,
+            train_steps=train.train_steps,
             loss=stats.loss,
             grad_norm=stats.grad_norm,
             lr=stats.lr,
