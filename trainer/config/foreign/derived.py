@@ -5,7 +5,7 @@ far and the flag's text, and returns the options that it sets; ValueError says w
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -278,6 +278,19 @@ def format_of_gradients(config: Config, text: FlagText) -> dict[str, str]:
     return {"fp8.grad_format": formats[text.text]}
 
 
+def also_to(names: Sequence[str], config: Config, _text: FlagText) -> dict[str, str]:
+    """Return the sinks of a run with those of some names among them."""
+    return {"log.to": ",".join(dict.fromkeys([*config.log.to, *names]))}
+
+
+def reported_to(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the sinks that are named, beside the metrics file; ValueError for others."""
+    names = [name for name in (text.text, *text.more) if name != "none"]
+    if unknown := [name for name in names if name not in ("tensorboard", "wandb", "mlflow")]:
+        raise ValueError(f"must be of tensorboard, wandb and mlflow, got {' '.join(unknown)}")
+    return also_to(names, config, text) if names else {}
+
+
 FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     **{name: partial(in_steps, *how) for name, how in IN_STEPS.items()},
     "lr_decay_ratio": fall_of_ratio,
@@ -300,5 +313,10 @@ FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
     "split": split,
     "wide_wgrad": lambda _, text: {"fp8.wgrad": "bf16"},  # before --fp8-recipe as well as behind it
     "format_of_gradients": format_of_gradients,
+    "tensorboard": partial(also_to, ["tensorboard"]),
+    "wandb": partial(also_to, ["wandb"]),
+    "tensorboard_dir": lambda config, text: also_to(["tensorboard"], config, text) | {"log.tensorboard_dir": text.text},
+    "wandb_project": lambda config, text: also_to(["wandb"], config, text) | {"log.project": text.text},
+    "report_to": reported_to,
     "train_data_path": lambda _, text: stores(text, "data") | {"data.split": ""},
 }
