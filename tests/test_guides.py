@@ -120,6 +120,15 @@ def write_model(folder: Path) -> None:
     )
 
 
+LOGGING = [
+    "Write lines of JSON",
+    "TensorBoard",
+    "Weights & Biases",
+    "MLflow",
+    "Hear of events",
+    "Times of each rank",
+    "Watch a run",
+]
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
@@ -200,6 +209,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Memory as the first tier": write_config,
     "Each node's own disk": write_config,
     "A replica on the next node": write_config,
+    **dict.fromkeys(LOGGING, write_config),
 }
 
 
@@ -286,6 +296,9 @@ def test_every_command_of_a_guide_runs(
     for package in ("torchdata", "transformers", "lightning", "accelerate"):
         if f"pip install {package}" in commands:
             pytest.importorskip(package, reason=f"needs {package}: pip install {package}", exc_type=ImportError)
+    for package in ("tensorboard", "wandb", "mlflow"):
+        if f'pip install "{package}' in commands:
+            pytest.importorskip(package, reason=f"needs {package}: pip install {package}")
     port = free_port()
     head = f"ray start --head --port {port} --num-cpus 2 --disable-usage-stats --include-dashboard=false"
     kept_commands = SET_UP_ELSEWHERE.sub("", commands)
