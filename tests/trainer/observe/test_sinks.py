@@ -116,3 +116,18 @@ def test_a_run_that_was_not_rewound_goes_on_too(
     runs, numbers = of_mlflow(tmp_path / "mlflow.db")
     assert len(runs) == 1
     assert sorted(step for step in numbers if "grad_norm" in numbers[step]) == [1, 2, 3, 4]
+
+
+def test_without_a_network_one_line_says_so_and_lines_are_kept(
+    job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    lines = train(job_config, tmp_path, 3, to="wandb")
+    [text] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: wandb")]
+    assert text.startswith("warning: wandb: no connection (127.0.0.1: Connection refused): lines are kept in ")
+    assert text.endswith(f"wandb sync {next((tmp_path / 'wandb').glob('offline-run-*'))}")
+    _, rows = of_wandb(tmp_path / "wandb")
+    assert [rows[step]["loss"] for step in (1, 2, 3)] == [line["loss"] for line in lines if "event" not in line]

@@ -4,15 +4,18 @@ Without a connection or a key the lines are kept in an offline folder, which `wa
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from io import BytesIO
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainer.observe.sinks.picture import Curve
 from trainer.observe.sinks.sink import Opening, numbers_of, step_of, text_of
 
-CONNECT_WITHIN_S = 30.0
+CONNECT_WITHIN_S, REACH_WITHIN_S = 15.0, 5.0
+PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 
 class WeightsAndBiases:
@@ -34,8 +37,8 @@ class WeightsAndBiases:
 
     def _begin(self, ways: list[dict[str, Any]], named: dict[str, Any], say: Any) -> Any:
         """Return a run in the first way that works, offline if none does."""
-        fault: Exception | None = None
-        for way in ways:  # the second is for a run whose step is not there to go back to
+        fault = unreachable(self._wandb.setup().settings)
+        for way in ways if fault is None else ():  # the second is for a run whose step is not there to go back to
             try:
                 return self._wandb.init(**named, **way)
             except Exception as error:
@@ -69,3 +72,17 @@ class WeightsAndBiases:
 
             self._run.log({"losses": self._wandb.Image(Image.open(BytesIO(picture)))}, step=self._step)
         self._run.finish()
+
+
+def unreachable(settings: Any) -> Exception | None:
+    """Return why the server of wandb's settings cannot be reached; None if it may be, or need not be."""
+    if str(settings.mode) != "online" or any(os.environ.get(name) for name in PROXIES):
+        return None
+    url = urlsplit(str(settings.base_url))
+    try:
+        socket.create_connection(
+            (url.hostname, url.port or (80 if url.scheme == "http" else 443)), REACH_WITHIN_S
+        ).close()
+    except OSError as error:
+        return OSError(f"{url.hostname}: {error.strerror or error}")
+    return None
