@@ -194,7 +194,9 @@ class Run:
         with self.saving_at_faults():
             self._report()
         self.ranks.note(self.progress.step, "saves")
-        self.ranks.raise_on_all(self._saver.finish(self.progress, self._good.loss))
+        if (failure := self._saver.finish(self.progress, self._good.loss)) is not None:  # the same on all ranks
+            self._log.end(self.progress.step, complete=False, error=failure.message)
+        self.ranks.raise_on_all(failure)
         self._loader.close()
         how = "done" if self._is_complete else f"stopped by {cause_of(self._stopped_by)}"
         self.ranks.say(f"{how} after step {self.progress.step}{self._health.summary}")
