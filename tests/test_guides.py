@@ -120,7 +120,11 @@ def write_model(folder: Path) -> None:
     )
 
 
-LOGGING = "Write lines of JSON|TensorBoard|Weights & Biases|MLflow|Hear of events|Times of each rank|Watch a run"
+ON_A_STORE = (  # with the configuration of write_config alone
+    "Write lines of JSON|TensorBoard|Weights & Biases|MLflow|Hear of events|Times of each rank|Watch a run|"
+    "Train with it|When a step runs out of memory|Two ranks of one machine|Save to two places|Several nodes|"
+    "Each node's own disk|A replica on the next node|Memory as the first tier|Suspect a kernel|Read a step's line"
+)
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
@@ -183,7 +187,6 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Read without mapping files": write_config,
     "Resume a run on other ranks": write_config,
     "After a crash": write_config,
-    "Read a step's line": write_config,
     "Read the report of a stall": write_config,
     "What each rank did last": write_config,
     "Find a slow rank": write_config,
@@ -191,17 +194,8 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Make activations again": write_config,
     "Limit what a query sees": write_config,
     "Let attention be chosen": write_config,
-    "Suspect a kernel": write_config,
     "Cut a model over the GPUs of a node": write_config,
-    "Several nodes": write_config,
-    "Train with it": write_config,
-    "When a step runs out of memory": write_config,
-    "Two ranks of one machine": write_config,
-    "Save to two places": write_config,
-    "Memory as the first tier": write_config,
-    "Each node's own disk": write_config,
-    "A replica on the next node": write_config,
-    **dict.fromkeys(LOGGING.split("|"), write_config),
+    **dict.fromkeys(ON_A_STORE.split("|"), write_config),
 }
 
 
