@@ -10,6 +10,7 @@ import pytest
 
 from threefold.console import log as log_line
 from trainer.model.flops import TokenFlops
+from trainer.observe.feed import Loss
 from trainer.observe.json_lines import JsonLines, cut_back
 from trainer.observe.metrics import Log, StepMetrics, throughput
 
@@ -135,3 +136,24 @@ def test_no_line_holds_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[
     log.say("resuming from sftp://me:hunter2@host/run")
     assert read(tmp_path / "m.jsonl")[0]["url"] == "sftp://***@host/run"
     assert "hunter2" not in (tmp_path / "m.jsonl").read_text() + capsys.readouterr().err
+
+
+def test_what_a_sink_lost_is_said_and_is_the_last_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Late:
+        """A feed whose sink took two of three lines."""
+
+        def write(self, line: dict) -> None: ...
+        def close(self) -> None: ...
+        def ended(self, within_s: float) -> Loss:
+            return Loss("wandb", 3, 1)
+
+    file = JsonLines(str(tmp_path / "m.jsonl"), start_step=0, say=log_line)
+    log = Log(file, [Late()], train_steps=1, interval=1)  # type: ignore[list-item]
+    log.step(metrics(1))
+    log.end(1, complete=True)
+    log.end(1, complete=False, error="once is enough")
+    assert read(tmp_path / "m.jsonl")[1:] == [
+        {"event": "end", "step": 1, "complete": True},
+        {"event": "sink", "step": 1, "sink": "wandb", "lines": 3, "lost": 1},
+    ]
+    assert "warning: wandb lost 1 of 3 lines" in capsys.readouterr().err

@@ -4,11 +4,19 @@ The packages are in an environment of their own: where one is not, its tests ski
 """
 
 import json
+import os
 import shutil
+import signal
+import socket
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -131,3 +139,35 @@ def test_without_a_network_one_line_says_so_and_lines_are_kept(
     assert text.endswith(f"wandb sync {next((tmp_path / 'wandb').glob('offline-run-*'))}")
     _, rows = of_wandb(tmp_path / "wandb")
     assert [rows[step]["loss"] for step in (1, 2, 3)] == [line["loss"] for line in lines if "event" not in line]
+
+
+@pytest.mark.timeout(240)
+def test_a_server_of_mlflow_has_the_steps_that_stay_in_another_run(
+    job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    places = ["--backend-store-uri", "sqlite:///mlflow.db", "--artifacts-destination", str(tmp_path / "artifacts")]
+    command = [sys.executable, "-m", "mlflow", "server", *places, "--port", str(port), "--workers", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as server:
+        try:
+            while server.poll() is None:
+                with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                    break
+                time.sleep(0.2)
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+            train(job_config, tmp_path, 8, to="mlflow")
+            shutil.rmtree(tmp_path / "run" / "step-000000008")
+            lines = train(job_config, tmp_path, 10, to="mlflow")
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+    runs, numbers = of_mlflow(tmp_path / "mlflow.db")
+    assert len(runs) == 1
+    for line in (line for line in lines if "event" not in line):
+        assert numbers[line["step"]].items() >= numbers_of(line).items()
+    assert settings_in("mlflow", tmp_path)["model.hidden_size"] == "32"

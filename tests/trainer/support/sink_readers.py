@@ -75,7 +75,8 @@ def of_mlflow(database: Path) -> tuple[set[str], Numbers]:
             if key in numbers.setdefault(step, {}):
                 raise AssertionError(f"step {step} has {key} twice")
             numbers[step][key] = value
-        [(newest, last)] = connection.execute("select max(step), count(*) from latest_metrics where key = 'loss'")
+        latest = "from latest_metrics join runs using (run_uuid) where key = 'loss' and lifecycle_stage = 'active'"
+        [(newest, last)] = connection.execute(f"select max(step), count(*) {latest}")
     if newest != max(numbers) or last != len(ids):
         raise AssertionError(f"the newest numbers are of step {newest}")
     return ids, numbers

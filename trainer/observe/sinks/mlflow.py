@@ -37,7 +37,7 @@ class Mlflow:
             self._rewind(opening.step)
             self._client.update_run(self._run, status="RUNNING")
         texts = {key: text[:MOST_TEXT] for key, text in opening.texts.items()}
-        before = run.data.params
+        before = self._client.get_run(self._run).data.params
         fresh = [Param(key, text) for key, text in texts.items() if key not in before]
         changed = [RunTag(f"now.{key}", text) for key, text in texts.items() if before.get(key, text) != text]
         for some in chunks(fresh, 100):
@@ -55,7 +55,7 @@ class Mlflow:
         history = [metric for key in later.data.metrics for metric in self._client.get_metric_history(self._run, key)]
         if all(metric.step <= step for metric in history):
             return
-        other = self._client.create_run(self._place, tags=self._tags)
+        other = self._client.create_run(self._place, tags=self._tags, run_name=later.info.run_name)
         for some in chunks([metric for metric in history if metric.step <= step], MOST):
             self._client.log_batch(other.info.run_id, metrics=some)
         self._client.delete_run(self._run)
