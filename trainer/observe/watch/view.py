@@ -138,4 +138,4 @@ def curve(points: Sequence[tuple[int, float]], width: int, height: int, *, is_pl
         column = round((step - first) / max(last - first, 1) * (columns - 1))
         row = round((high - loss) / ((high - low) or 1.0) * (rows - 1))
         cells[row // down][column // across] |= marks[row % down][column % across]
-    return ["".join((ASCII if bits else " ") if is_plain else chr(0x2800 + bits) for bits in line) for line in cells]
+    return ["".join((ASCII if is_plain else chr(0x2800 + bits)) if bits else " " for bits in line) for line in cells]
