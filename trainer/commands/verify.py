@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -14,7 +14,7 @@ from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from threefold.flags import Settings, settings
 from threefold.options import FlagText, argument, option
 from trainer.commands.shared import ELSEWHERE
-from trainer.config import Config, ValidConfig
+from trainer.config import Config
 from trainer.config.foreign.translate import translated
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ AXES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ep": "ep", "virtual": "
 class Options:
     """Options of `trainer verify`."""
 
-    config: str = argument("CONFIG.toml", "configuration; every key is also a flag, as of trainer train")
+    config: str = argument("CONFIG.toml|RUN", "configuration, or a run, whose newest step is restored too", "")
+    from_megatron: str = option("", "verify what a command line of Megatron-LM says, or its script", metavar="COMMAND")
     layout: str = option("", "verify another layout than the configuration's", metavar="tp2-pp2-dp2")
     seconds: float = option(60.0, "begin no check after so many seconds", above=0)
     all: bool = option(False, "up to 256 ranks, where otherwise axes are shortened to 64")
@@ -42,24 +43,24 @@ def run(options: Options) -> int:
     weights, samples, resumes, reshards, schedules and precision. Needs no GPU and no store. Exit code 1 if a check
     failed, or was not run."""
     from trainer.config.resolve import layout_of
-    from trainer.config.walk import load_config
     from trainer.verify.bench import Bench
     from trainer.verify.card import card, verdict_of
     from trainer.verify.checks import run_checks
     from trainer.verify.locate import located
     from trainer.verify.shrink import shrunk
+    from trainer.verify.source import open_run_or_file
 
     deadline, max_ranks = perf_counter() + options.seconds, 256 if options.all else 64
+    if bool(options.config) == bool(options.from_megatron):
+        raise UserError("one of CONFIG.toml, RUN and --from-megatron COMMAND is verified", hint="trainer verify --help")
     check_places(options)
-    flags = {**options.flags, **of_layout(options)}
-    flags.setdefault("data.valid.stores", FlagText("none", "--data.valid.stores"))  # which are not read
-    config = load_config(options.config, flags, world_size=None)
-    config = replace(config, data=replace(config.data, valid=ValidConfig()))
+    source = open_run_or_file(options.config, {**options.flags, **of_layout(options)}, megatron=options.from_megatron)
+    config = source.config
     small = shrunk(config, max_ranks=max_ranks)
-    log(f"verifying {options.config} as {layout_of(small.config)}, {small.config.model.num_layers} layers")
+    log(f"verifying {source.name} as {layout_of(small.config)}, {small.config.model.num_layers} layers")
     results: list[Result] = []
     with TemporaryDirectory(prefix="trainer-verify-") as folder:
-        bench = Bench(small, config, Path(folder))
+        bench = Bench(small, config, Path(folder), source.start)
         for result in run_checks(bench, deadline):
             if result.state == "FAILED":
                 result = located(result, bench, deadline=deadline, max_ranks=max_ranks)
@@ -69,7 +70,7 @@ def run(options: Options) -> int:
     for change in small.changes:
         log(f"  {change}")
     log(f"the options above are otherwise in the small run; {len(results)} checks: {verdict}")
-    write_card(options, card(options.config, config, small, results))
+    write_card(options, card(source.name, config, small, results))
     return EXIT_OK if verdict == "ok" or (verdict == "partial" and options.allow_partial) else EXIT_CHECK_FAILED
 
 

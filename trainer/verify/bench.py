@@ -15,9 +15,9 @@ NUM_STEPS, SAVED_AT = 4, 2
 class Bench:
     """A small run with its stores, whose trials the checks share; owned by the command's thread."""
 
-    def __init__(self, small: Shrunk, run: Config, folder: Path) -> None:
-        """Write the stores in a folder that only this bench uses; `run` is the run itself."""
-        self.run, self.folder = run, folder
+    def __init__(self, small: Shrunk, run: Config, folder: Path, saved: Start | None = None) -> None:
+        """Write the stores in a folder that only this bench uses; `run` is the run itself, `saved` a step of it."""
+        self.run, self.folder, self.saved = run, folder, saved
         self.config = with_stores(small.config, folder)
         self._forget()
 
@@ -38,8 +38,7 @@ class Bench:
     @property
     def alone(self) -> Config:
         """Return the same run on one process, with the same micro-batches."""
-        train = replace(nothing_again(self.config.train), gradient_accumulation_steps=0)
-        return resolve(replace(self.config, parallel=ParallelConfig(dp=1), train=train), 1)
+        return alone_of(self.config)
 
     @property
     def stream(self) -> Stream:
@@ -79,6 +78,12 @@ class Bench:
         if self._start is None:
             self._start = save_trial(self.trial(SAVED_AT), str(self.folder / "run"), SAVED_AT, self.stream)
         return self._start
+
+
+def alone_of(config: Config) -> Config:
+    """Return a run on one process, with the same micro-batches."""
+    train = replace(nothing_again(config.train), gradient_accumulation_steps=0)
+    return resolve(replace(config, parallel=ParallelConfig(dp=1), train=train), 1)
 
 
 def nothing_again(train: TrainConfig) -> TrainConfig:

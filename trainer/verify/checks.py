@@ -5,25 +5,27 @@ another precision may not change. One that is not made, for want of time or of t
 called sound.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ckptkit import CheckpointReader, ParallelLayout, hash_checkpoint, reshard
+from ckptkit import CheckpointReader, ParallelLayout, Root, Run, hash_checkpoint, reshard
 from threefold.storage import open_storage
 from trainer.config import Config, Fp8Config
 from trainer.config.resolve import layout_of
 from trainer.data import to_device
 from trainer.verify import plain_model
-from trainer.verify.bench import NUM_STEPS, SAVED_AT, Bench, nothing_again
+from trainer.verify.bench import NUM_STEPS, SAVED_AT, Bench, alone_of, nothing_again
 from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
-from trainer.verify.trial import Seen, Start, Stream, Trial, first_weights, read_stream, try_steps
+from trainer.verify.shrink import forms_of_cpu
+from trainer.verify.trial import Seen, Start, Stream, Trial, first_weights, read_stream, try_steps, with_stores
 
 State = Literal["ok", "FAILED", "not run", "not needed"]
 LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
@@ -196,18 +198,17 @@ def compare_bits(trial: Trial, other: Trial, how: str) -> None:
 
 def resume(bench: Bench) -> Figure:
     """Save in the middle, restore in new ranks, and compare the rest with the run that went on, bit by bit."""
-    stream = read_stream(bench.config, NUM_STEPS - SAVED_AT, cursor=_metadata(bench.start)["cursor"])
-    ahead = Stream([[*[batches[0]] * SAVED_AT, *batches] for batches in stream.batches], stream.cursors)
-    later = try_steps(bench.config, ahead, NUM_STEPS - SAVED_AT, start=bench.start)
+    cursor = _root(bench.start).metadata["cursor"]
+    stream = read_stream(bench.config, NUM_STEPS - SAVED_AT, cursor=cursor, first=SAVED_AT)
+    later = try_steps(bench.config, stream, NUM_STEPS - SAVED_AT, start=bench.start)
     uncut = bench.layout
     tail = replace(uncut, ranks=[replace(s, losses=s.losses[SAVED_AT:], norms=s.norms[SAVED_AT:]) for s in uncut.ranks])
     compare_bits(tail, later, f"a resume at step {SAVED_AT}")
     return Figure(f"from step {SAVED_AT}", "equal bits")
 
 
-def _metadata(start: Start) -> Any:
-    with CheckpointReader(open_storage(start.url), start.step) as reader:
-        return reader.root.metadata
+def _root(start: Start) -> Root:
+    return Run(start.url).root(start.step)
 
 
 def another_layout(bench: Bench) -> Figure:
@@ -263,6 +264,29 @@ def precision(bench: Bench) -> Figure:
     return Figure(f"{largest:.1e}", f"{COARSE[wanted]:.0e} relative")
 
 
+def newest_step(bench: Bench) -> Figure:
+    """Restore the run's own newest step in its layout and in one process: the same bits, and one step that agrees."""
+    start, run = bench.saved, bench.run
+    if start is None:
+        raise NotNeeded("a configuration has no saved step")
+    size = 4 * sum(info.size_bytes for info in _root(start).tensors.values())  # held and copied, in both
+    if size > (room := os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise NotRun(f"it takes {size / 2**30:.1f} GiB of memory here, and {room / 2**30:.1f} GiB are free")
+    on_cpu = replace(run, train=replace(run.train, device="cpu"), ops=forms_of_cpu(run))
+    layout = with_stores(on_cpu, bench.folder / "newest")
+    alone = alone_of(layout)
+    held = [try_steps(config, Stream((), ()), 0, start=start) for config in (layout, alone)]
+    compare_bits(held[0], held[1], "one process")
+    losses = []
+    for config in (layout, alone):
+        stream = read_stream(config, 1, first=start.step)
+        losses += [seen.losses[0] for seen in try_steps(config, stream, 1, start=start).ranks]
+    gap, precision = max(losses) / min(losses) - 1, run.train.precision
+    if not gap <= COARSE[precision]:
+        raise Different(f"the loss of step {start.step + 1} is {losses[0]:.9g}, and {losses[-1]:.9g} in one process")
+    return Figure(f"equal bits, then {gap:.1e}", f"{COARSE[precision]:.0e} relative")
+
+
 CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "samples of each step": samples,
     "order of collectives": collectives,
@@ -275,6 +299,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "no wait of the host": host_waits,
     "precision of the run": precision,
     "schedule, recompute, overlap": schedules,
+    "the run's newest step": newest_step,
 }
 
 

@@ -53,7 +53,7 @@ def shrunk(config: Config, *, max_ranks: int = 64) -> Shrunk:
     train, data = _rows(config, small)
     small = Config(
         model=_of_rows(config, small.model, longest_row(replace(small, train=train, data=data))),
-        parallel=parallel, data=data, train=train, optim=_optim(config.optim, small), ops=_ops(config),
+        parallel=parallel, data=data, train=train, optim=_optim(config.optim, small), ops=forms_of_cpu(config),
     )  # fmt: skip
     num_ranks = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     if faults := cross_faults(small, num_ranks):
@@ -257,7 +257,7 @@ def _optim(optim: OptimConfig, small: Config) -> OptimConfig:
     )  # fmt: skip
 
 
-def _ops(config: Config) -> OpsConfig:
+def forms_of_cpu(config: Config) -> OpsConfig:
     """Return the forms of ops that a CPU has; the others are replaced by those of the project."""
     plain = OpsConfig()
     return replace(plain, **{name: form for name, form in asdict(config.ops).items() if form in ON_CPU})

@@ -37,10 +37,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The first steps of a small run: each data-parallel rank's batches, and the cursor behind each step."""
+    """Some steps of a run from step `first` on: each data-parallel rank's batches, and the cursor behind each step."""
 
     batches: Sequence[Sequence[HostBatch]]
     cursors: Sequence[Mapping[str, Any]]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ def with_stores(config: Config, folder: Path) -> Config:
     return replace(config, data=replace(data, stores=stores, mixture=mixture))
 
 
-def read_stream(config: Config, num_steps: int, *, cursor: Mapping[str, Any] | None = None) -> Stream:
-    """Read the first steps of all data-parallel ranks, or those behind a cursor."""
+def read_stream(config: Config, num_steps: int, *, cursor: Mapping[str, Any] | None = None, first: int = 0) -> Stream:
+    """Read some steps of all data-parallel ranks, from the stream's first or from those behind a cursor."""
     blend, batches, cursors = open_blend(config), [], []
     for dp_rank in range(config.parallel.dp):
         loader = open_loader(blend, config, dp_rank, cursor)
@@ -116,7 +117,7 @@ def read_stream(config: Config, num_steps: int, *, cursor: Mapping[str, Any] | N
             if dp_rank == 0:
                 cursors.append(loader.cursor.to_json())
         batches.append(steps)
-    return Stream(batches, cursors)
+    return Stream(batches, cursors, first)
 
 
 def try_steps(
@@ -145,15 +146,14 @@ def _train(
         engine.store.publish()
     stats, batch = [], None
     for step in steps:
-        batch = to_device(stream.batches[mesh.dp.index][step], CPU)
+        batch = to_device(stream.batches[mesh.dp.index][step - stream.first], CPU)
         if refuses_waits and step == steps[-1]:
             with no_host_waits("cpu"):
                 pending = engine.start_step(step, batch)
             stats.append(pending.read())
         else:
             stats.append(counted_step(engine, step, batch))
-    assert batch is not None, "there is a step"
-    evaluation = engine.eval_batch(batch)
+    evaluation = () if batch is None else engine.eval_batch(batch)
     engine.store.join_masters()
     pieces = [*saved_pieces(engine.store), *engine.balance.saved_pieces()]
     tensors = [*tensor_table(engine.table, engine.dtype, engine.moments), *engine.balance.tensors]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.printed import printed
+from tests.trainer.support.training import call, write_config, write_stores
 from trainer.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -56,3 +57,26 @@ def test_what_cannot_be_verified_is_refused(words: list[str], text: str, tmp_pat
 def test_each_example_is_verified(name: str, capsys: Capture) -> None:
     code, out, _ = printed(main, ["verify", f"examples/{name}.toml", "--seconds", "300"], capsys)
     assert code == 0, out
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_newest_step_of_a_run_is_restored_under_both_layouts(tmp_path: Path, capsys: Capture) -> None:
+    write_stores(tmp_path)
+    assert call("train", write_config(tmp_path), "--save", tmp_path / "run", "--train-steps", 2) == 0
+    capsys.readouterr()
+    words = ["verify", str(tmp_path / "run"), "--layout", "tp2-pp2", "--seconds", "300"]
+    code, out, err = printed(main, words, capsys)
+    assert code == 0, out
+    assert "ok          the run's newest step" in out
+    assert "verifying step 2 of" in err
+
+
+def test_a_command_of_megatron_is_verified(capsys: Capture) -> None:
+    command = "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
+    words = ["verify", "--from-megatron", f"{command} --vocab-size 100 --train-iters 4 --tensor-model-parallel-size 2"]
+    code, _, err = printed(main, [*words, "--seconds", "1e-6"], capsys)
+    assert code == 1
+    assert "as tp2, 2 layers" in err
+    code, _, err = printed(main, ["verify", TINY, *words[1:]], capsys)
+    assert (code, "is verified" in err) == (2, True)
