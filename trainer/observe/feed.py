@@ -67,6 +67,11 @@ class Feed:
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
 
+    @property
+    def pid(self) -> int:
+        """Return the process of the sink."""
+        return self._process.pid
+
     def write(self, line: Mapping[str, Any]) -> None:
         """Take a line for the sink, or lose it."""
         self._num_lines += 1

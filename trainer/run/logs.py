@@ -4,13 +4,13 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from threefold.errors import StorageError, UserError, quoted
 from threefold.masking import masked, masked_values
 from threefold.packages import require
-from trainer.checkpoint.progress import Progress, recorded_tables
+from trainer.checkpoint.progress import Progress
 from trainer.config import Config
 from trainer.config.log import LogConfig
 from trainer.job.ranks import Ranks
@@ -37,7 +37,7 @@ def open_log(config: Config, ranks: Ranks, progress: Progress) -> Log:
     if is_first:
         if log.metrics:
             file = JsonLines(log.metrics, start_step=progress.step, say=ranks.say)
-        opening = Opening(progress.run, progress.step, dotted(masked_values(recorded_tables(config))))
+        opening = Opening(progress.run, progress.step, dotted(masked_values(asdict(config))))
         feeds = [Feed(name, opening, how, ranks.say) for name, how in feeds_of(log).items()]
     if log.ranks == "all":
         own = JsonLines(rank_file(log.metrics, ranks.rank), start_step=progress.step, say=ranks.say)
