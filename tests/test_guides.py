@@ -190,6 +190,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Read the report of a stall": write_config,
     "What each rank did last": write_config,
     "Find a slow rank": write_config,
+    "Look at the hardware first": write_config,
     "Choose what fits in memory": write_config,
     "Make activations again": write_config,
     "Limit what a query sees": write_config,

@@ -1,6 +1,7 @@
-"""What a run watches of its ranks: stalls, and stragglers."""
+"""What a run watches of its ranks: stalls, stragglers, and their hardware before the start."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from threefold.options import option
 
@@ -24,3 +25,14 @@ class HealthConfig:
         0.1, "name a rank whose own work takes longer than the median of ranks by this share; 0 never", minimum=0
     )
     straggler_steps: int = option(50, "steps whose times are added before ranks are compared", minimum=1)
+    check_hardware: Literal["off", "warn", "refuse"] = option(
+        "off",
+        "before the start, time products, memory and transfers of each rank: name those that are slow, or end",
+        shorthands={"--check-hardware": "warn"},
+    )
+    hardware_share: float = option(
+        0.2,
+        "how far below the median of ranks, or what its card can do, a rank is slow",
+        above=0,
+        needs={"check_hardware": ("warn", "refuse")},
+    )

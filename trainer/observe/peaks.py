@@ -1,7 +1,7 @@
-"""How much a device could do: the dense bf16 peaks that MFU is a share of."""
+"""How much a device could do: the dense bf16 peaks that MFU is a share of, and what its memory moves."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -17,16 +17,32 @@ PEAK_TFLOPS = {
     "MI210": 181.0, "MI250X": 191.5,  # the latter is of one of its two dies, each of which is a device
     "MI300A": 980.6, "MI300X": 1307.4, "MI325X": 1307.4, "MI350X": 2309.6, "MI355X": 2516.6,
 }  # fmt: skip
+# of its memory, GB/s, by data sheets
+MEMORY_GBYTES = {
+    "B200": 8000.0, "GB200": 8000.0, "B300": 8000.0, "GB300": 8000.0,
+    "H100": 3350.0, "H100 PCIE": 2000.0, "H100 NVL": 3900.0, "H200": 4800.0, "H800": 3350.0, "H20": 4000.0,
+    "L40S": 864.0, "L40": 864.0, "L4": 300.0, "RTX 6000 ADA": 960.0,
+    "A100": 1555.0, "A100 80GB": 1935.0, "A30": 933.0, "A40": 696.0, "A6000": 768.0, "A10G": 600.0, "A10": 600.0,
+    "5090": 1792.0, "4090": 1008.0, "3090": 936.0, "MI300X": 5300.0, "MI325X": 6000.0, "MI350X": 8000.0,
+    "MI355X": 8000.0,
+}  # fmt: skip
 SLOWER = {"LAPTOP", "MAX", "D", "MIG"}  # words of devices that are another, or a part of one
 
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bf16 operations a second of a GPU by its name; None for an unknown one, and for a CPU."""
+    return _figure(PEAK_TFLOPS, device_name, 1e12)
+
+
+def memory_bytes_per_s(device_name: str) -> float | None:
+    """Return the bytes a second of a GPU's memory by its data sheet, found as `peak_flops` is."""
+    return _figure(MEMORY_GBYTES, device_name, 1e9)
+
+
+def _figure(table: Mapping[str, float], device_name: str, unit: float) -> float | None:
     words = set(re.split(r"[\s\-/]+", device_name.upper()))
-    if words & SLOWER:
-        return None
-    fitting = [name for name in PEAK_TFLOPS if words.issuperset(name.split())]
-    return PEAK_TFLOPS[max(fitting, key=len)] * 1e12 if fitting else None
+    fitting = [name for name in table if words.issuperset(name.split())]
+    return None if words & SLOWER or not fitting else table[max(fitting, key=len)] * unit
 
 
 def known_peak(device: torch.device, configured_tflops: float, say: Callable[[str], None]) -> float | None:

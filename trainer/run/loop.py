@@ -34,6 +34,7 @@ from trainer.run.environment import ranks_of
 from trainer.run.evaluate import Evaluations
 from trainer.run.expert_rows import limit_rows
 from trainer.run.first_step import FirstStep
+from trainer.run.hardware import check_hardware
 from trainer.run.health import Health
 from trainer.run.last_good import LastGood
 from trainer.run.logs import check_sinks, open_log, with_run
@@ -91,6 +92,7 @@ class Run:
         ranks.on_all(lambda: check_sinks(config.log) if ranks.rank == 0 else None)
         blend = ranks.on_all(lambda: open_blend(config))
         ranks.on_all(lambda: check_memory(config, device_memory(ranks.device), ranks.say))
+        check_hardware(config, ranks)
         self.mesh = mesh_of(config, ranks.rank, ranks.device, page=ranks.page)
         self.memory = MemoryWatch(config, ranks, self.mesh.coords.pp)
         self.engine = ranks.on_all(lambda: self.memory.making(lambda: Engine(config, self.mesh)))
