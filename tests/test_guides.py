@@ -123,6 +123,7 @@ def write_model(folder: Path) -> None:
 ON_A_STORE = (  # with the configuration of write_config alone
     "Write lines of JSON|TensorBoard|Weights & Biases|MLflow|Hear of events|Times of each rank|Watch a run|"
     "Train with it|When a step runs out of memory|Two ranks of one machine|Save to two places|Several nodes|"
+    "Read the report of a stall|What each rank did last|Find a slow rank|Look at the hardware first|Profile some steps|"
     "Each node's own disk|A replica on the next node|Memory as the first tier|Suspect a kernel|Read a step's line"
 )
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
@@ -187,10 +188,6 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Read without mapping files": write_config,
     "Resume a run on other ranks": write_config,
     "After a crash": write_config,
-    "Read the report of a stall": write_config,
-    "What each rank did last": write_config,
-    "Find a slow rank": write_config,
-    "Look at the hardware first": write_config,
     "Choose what fits in memory": write_config,
     "Make activations again": write_config,
     "Limit what a query sees": write_config,

@@ -11,10 +11,8 @@ browser's trace viewer. For a peer, run it on the same GPU before and after.
 """
 
 import argparse
-import re
 import statistics
 import time
-from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,25 +31,11 @@ from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import mesh_of
 from trainer.model import router
 from trainer.model.microbatch import Batch
+from trainer.observe.kernels import table
 from trainer.run.environment import ranks_of
 
 HERE = Path(__file__).parent
 WARMUP_STEPS = 4
-KINDS = {  # the first whose pattern is in a kernel's name
-    "transfers": r"nccl",
-    "attention": r"cudnn|flash|fmha",
-    "gradients of experts": r"add_products",
-    "casts to eight bits": r"op_fp8_copy|largest_of",
-    "rows of experts": r"gather_rows|combine_rows|place_rows|count_rows|scan_counts|invert_rows|weighted_swiglu",
-    "matrix products": r"nvjet|gemm|cutlass",
-    "RoPE": r"rope",
-    "cross-entropy": r"op_logits|SoftMax",
-    "norms": r"::(backward|forward)(_long)?<|add_partials|layer_norm",
-    "AdamW": r"adamw|sum_squares|multi_tensor",
-    "sums": r"reduce_kernel",
-    "SwiGLU, GELU": r"activation_",
-    "other elementwise": r"elementwise",
-}
 
 
 def main() -> int:
@@ -94,7 +78,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
             print(f"{peak / 2**30:.1f} GiB, {reserved / 2**30:.1f} reserved")
             claim = f"a step of {arguments.model}, {shape[0]} x {shape[1]} x {shape[2]}, {layout}"
             arguments.record.add(claim, 1e3 * median, "ms")
-            print_kinds(profile)
+            print("\n".join(table(profile)))
             if arguments.trace:
                 profile.export_chrome_trace(arguments.trace)
     return 0
@@ -144,18 +128,6 @@ def fixed(scores_TE: torch.Tensor, k: int, *, share: float, num_first: int) -> t
 def same(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
     """Return the first experts for each token."""
     return torch.arange(k, device=scores_TE.device).expand(len(scores_TE), k).contiguous()
-
-
-def print_kinds(profile: torch.profiler.profile) -> None:
-    """Print the time and number of the kernels of each kind."""
-    kinds: dict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, event.name)), "other")
-            kinds[kind].append(event.device_time / 1e3)
-    print(f"{'kernels':<20} {sum(map(sum, kinds.values())):>8.1f} ms")
-    for kind, times in sorted(kinds.items(), key=lambda entry: -sum(entry[1])):
-        print(f"{kind:<20} {sum(times):>8.1f} ms {len(times):>6}")
 
 
 if __name__ == "__main__":

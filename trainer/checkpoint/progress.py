@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from datakit import Cursor, Recorded, StreamRecord
-from trainer.config import Config, Fp8Config, HealthConfig, LogConfig
+from trainer.config import Config, Fp8Config, HealthConfig, LogConfig, ProfileConfig
 from trainer.loss_scale import recorded
 from trainer.store.lr import learning_rate
 from trainer.verdict import StepStats
@@ -28,6 +28,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
     "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
     "data": ["valid_sets"],
     "fp8": [field.name for field in dataclasses.fields(Fp8Config)],
+    "profile": [field.name for field in dataclasses.fields(ProfileConfig)],
     "health": [field.name for field in dataclasses.fields(HealthConfig)],
     "log": [field.name for field in dataclasses.fields(LogConfig) if field.name not in ("metrics", "interval")],
 }

@@ -17,6 +17,7 @@ from trainer.config.log import LogConfig as LogConfig
 from trainer.config.model import ModelConfig as ModelConfig
 from trainer.config.optim import OptimConfig as OptimConfig
 from trainer.config.parallel import ParallelConfig as ParallelConfig
+from trainer.config.profile import ProfileConfig as ProfileConfig
 from trainer.config.train import OpsConfig as OpsConfig
 from trainer.config.train import TrainConfig as TrainConfig
 
@@ -35,3 +36,4 @@ class Config:
     checkpoint: CheckpointConfig = option(CheckpointConfig, "where and when state is saved", keeps_bits=True)
     log: LogConfig = option(LogConfig, "what is reported", keeps_bits=True)
     health: HealthConfig = option(HealthConfig, "what is watched of ranks", keeps_bits=True)
+    profile: ProfileConfig = option(ProfileConfig, "what is profiled of some steps", keeps_bits=True)

@@ -1,5 +1,7 @@
 """Chunk: the contiguous layers of one pipeline stage, with the embedding on the first and the head on the last."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -25,8 +27,16 @@ from trainer.store.store import ParameterStore
 from trainer.store.unit import Border, Unit
 
 
+def unmarked(_number: int) -> AbstractContextManager[object]:
+    """Leave a layer without a mark."""
+    return nullcontext()
+
+
 class Chunk:
-    """A model chunk: one of the parts of the model on this rank; owned by the training thread."""
+    """A model chunk: one of the parts of the model on this rank; owned by the training thread.
+
+    `around_layer` encloses the forward pass of each layer, by its number.
+    """
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class Chunk:
             block = Block(model, store, number, cuts, choices, before, again, balance)
             self.blocks.append(block)
             before = self.blocks[-1].unit
+        self.around_layer: Callable[[int], AbstractContextManager[object]] = unmarked
         self.end = Border(before, None)  # of a stage without a head
         self.head = Head(config, store, self.tensor, choices, before) if stage == num_stages - 1 else None
 
@@ -84,7 +95,8 @@ class Chunk:
             frequencies_H = rotary_frequencies(model, device=x_TD.device)
             batch = replace(batch, turns_SH=turns_at(batch.positions_S, frequencies_H, x_TD.dtype))
         for block in self.blocks:
-            x_TD, branch_TD = block(x_TD, branch_TD, batch)
+            with self.around_layer(block.number):
+                x_TD, branch_TD = block(x_TD, branch_TD, batch)
         return x_TD, branch_TD
 
     def logits(self, received_TD: Tensor | None, batch: MicroBatch, last_B: Tensor) -> Tensor:

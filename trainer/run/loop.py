@@ -40,6 +40,7 @@ from trainer.run.last_good import LastGood
 from trainer.run.logs import check_sinks, open_log, with_run
 from trainer.run.memory_check import check_memory, device_memory
 from trainer.run.out_of_memory import MemoryWatch
+from trainer.run.profiler import Profiler
 from trainer.run.started import Intake, Started, memory_share, peak_memory_gib
 from trainer.run.step_report import StepReport
 from trainer.run.stop import OUT_OF_TIME, StopRequest, cause_of, exit_code
@@ -63,7 +64,7 @@ def train(config: Config) -> int:
         run = Run(ranks.on_all(lambda: completed(config)), ranks, stop)
         with run.saving_at_faults():
             while run.goes_on:
-                ranks.naming_rank(lambda: run.memory.answering(run.step))
+                ranks.naming_rank(lambda: run.memory.answering(run.next_step))
         return ranks.naming_rank(run.finish)
 
 
@@ -131,6 +132,7 @@ class Run:
         first_flops = flops.of_rows(self._seq_length).standard * step_tokens / ranks.world_size
         self._first_step = FirstStep(self.engine, flops=first_flops, say=ranks.say)
         self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
+        self._profiler = Profiler(config, ranks, self.engine, self.progress.step)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
         self._gpu = Gpu(ranks.device)
         self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
@@ -147,6 +149,10 @@ class Run:
         last_epoch = self.config.data.max_epochs
         is_last_epoch = last_epoch > 0 and max(self._epochs) >= last_epoch
         return self.progress.step >= self.config.train.train_steps or is_last_epoch
+
+    def next_step(self) -> None:
+        """Take the next step, and profile it if it is among those of `profile.step_range`."""
+        self._profiler.around(self.progress.step + 1, self.step)
 
     def step(self) -> None:
         """Read, train, log, evaluate and save if due.
@@ -195,6 +201,7 @@ class Run:
         """Save the last step, wait for it, close everything, and return the exit code."""
         with self.saving_at_faults():
             self._report()
+        self._profiler.end()
         self.ranks.note(self.progress.step, "saves")
         if (failure := self._saver.finish(self.progress, self._good.loss)) is not None:  # the same on all ranks
             self._log.end(self.progress.step, complete=False, error=failure.message)

@@ -58,7 +58,7 @@ KEEPS = {
     },
     "data.valid": {"stores", "indices", "reading", "cache", "cache_mib"},
 }
-WHOLE = {"checkpoint", "health", "log", "ops"}
+WHOLE = {"checkpoint", "health", "log", "ops", "profile"}
 
 
 def flipped(leaf: Leaf, value: Any) -> Any:

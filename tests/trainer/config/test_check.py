@@ -33,6 +33,7 @@ TABLES = {
     tables.CheckpointConfig: "checkpoint",
     tables.LogConfig: "log",
     tables.HealthConfig: "health",
+    tables.ProfileConfig: "profile",
 }
 BOOKKEEPING = ("dataclasses.py", "<string>", "needs.py", "options.py", "config/check.py", "checkpoint/changes.py")
 FREE = {  # what a run need not read, and why it may be set all the same
