@@ -93,7 +93,7 @@ class Resumed:
     came from (if any), and whether that is where the run saves to first.
 
     `newest` is by URL the newest step of each place that holds any, none newer than the one resumed; `ops` are the
-    forms of ops that the run recorded.
+    forms of ops that the run recorded, `sinks` the sinks that had its lines.
     """
 
     progress: Progress
@@ -103,6 +103,7 @@ class Resumed:
     is_own: bool = False
     newest: Mapping[str, int] = field(default_factory=dict)
     ops: Mapping[str, str] = field(default_factory=dict)
+    sinks: tuple[str, ...] = ()
 
     @property
     def recorded(self) -> Recorded:

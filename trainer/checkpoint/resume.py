@@ -66,7 +66,8 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
     for line in changes:
         ranks.say(line)
     newest = ranks.on_all(lambda: newest_of_tiers(tiers, own.steps, root.step) if ranks.rank == 0 else {})
-    return replace(read, config=config, newest=ranks.broadcast(newest))
+    sinks = before.log.to if read.progress.run else ()
+    return replace(read, config=config, newest=ranks.broadcast(newest), sinks=sinks)
 
 
 def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:

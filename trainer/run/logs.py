@@ -3,7 +3,7 @@
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,14 +30,14 @@ def with_run(progress: Progress, config: Config, attempt: str) -> Progress:
     return replace(progress, run=attempt)
 
 
-def open_log(config: Config, ranks: Ranks, progress: Progress) -> Log:
-    """Open the log of a rank; the sinks are the first one's."""
+def open_log(config: Config, ranks: Ranks, progress: Progress, sinks: Sequence[str] = ()) -> Log:
+    """Open the log of a rank; the sinks are the first one's. `sinks` are those that had the lines until here."""
     log, is_first = config.log, ranks.rank == 0
     feeds, file, own = list[Feed](), None, None
     if is_first:
         if log.metrics:
             file = JsonLines(log.metrics, start_step=progress.step, say=ranks.say)
-        opening = Opening(progress.run, progress.step, dotted(masked_values(asdict(config))))
+        opening = Opening(progress.run, progress.step, dotted(masked_values(asdict(config))), sinks)
         feeds = [Feed(name, opening, how, ranks.say) for name, how in feeds_of(log).items()]
     if log.ranks == "all":
         own = JsonLines(rank_file(log.metrics, ranks.rank), start_step=progress.step, say=ranks.say)

@@ -115,7 +115,7 @@ class Run:
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
         flops = BatchFlops(config, self.engine.table)
         self._intake = Intake(self._reader, self._loader, self._fault_of, flops.of)
-        self._log = ranks.on_all(lambda: open_log(config, ranks, self.progress))
+        self._log = ranks.on_all(lambda: open_log(config, ranks, self.progress, resumed.sinks))
         self._health.log = self._log
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)

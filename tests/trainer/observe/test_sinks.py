@@ -171,3 +171,20 @@ def test_a_server_of_mlflow_has_the_steps_that_stay_in_another_run(
     for line in (line for line in lines if "event" not in line):
         assert numbers[line["step"]].items() >= numbers_of(line).items()
     assert settings_in("mlflow", tmp_path)["model.hidden_size"] == "32"
+
+
+def test_a_sink_that_is_named_later_begins_there(
+    job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is rewound to no step that it never had."""
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert call("train", job_config, "--train-steps", 2, "--save", tmp_path / "run") == 0
+    train(job_config, tmp_path, 4, to="wandb")
+
+    assert "branch_point" not in json.loads(settings_in("wandb", tmp_path)["_wandb"])
+    _, rows = of_wandb(tmp_path / "wandb")
+    assert sorted(step for step, row in rows.items() if "grad_norm" in row) == [3, 4]
+    train(job_config, tmp_path, 5, to="wandb")
+    assert json.loads(settings_in("wandb", tmp_path)["_wandb"])["branch_point"]["step"] == 4

@@ -1,7 +1,7 @@
 """Sink: what takes the lines of a run, and how a line becomes numbers and texts under flat names."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,11 +26,13 @@ class Opening:
     """What a sink is opened with: the run, the step after which its lines begin, and the settings by dotted name.
 
     `run` is the same for all starts of a run. Lines of steps after `step` that are there already are replaced.
+    `sinks` had the lines up to that step.
     """
 
     run: str
     step: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    sinks: Sequence[str] = ()
 
     @property
     def is_resumed(self) -> bool:

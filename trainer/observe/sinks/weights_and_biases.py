@@ -26,13 +26,13 @@ class WeightsAndBiases:
         import wandb
 
         self._wandb, self._curve = wandb, Curve(opening.step)
-        self._step = opening.step + opening.is_resumed  # no line goes before it
+        is_known = opening.is_resumed and "wandb" in opening.sinks
+        self._step = opening.step + is_known  # no line goes before it
         key = os.environ.get("WANDB_RUN_ID") or opening.run
         named: dict[str, Any] = {"project": project, "name": name or None, "config": dict(opening.settings)}
         named["settings"] = wandb.Settings(console="off", silent=True, init_timeout=CONNECT_WITHIN_S)
-        again = {"resume_from": f"{key}?_step={opening.step}"} if opening.is_resumed else {"id": key}
-        ways = [again, {"id": key, "resume": "allow"}] if opening.is_resumed else [again]
-        self._run = self._begin(ways, named, say)
+        ways = [{"resume_from": f"{key}?_step={opening.step}"}] if is_known else []
+        self._run = self._begin([*ways, {"id": key, "resume": "allow"}], named, say)
         self._run.define_metric("*", step_metric="step")
 
     def _begin(self, ways: list[dict[str, Any]], named: dict[str, Any], say: Any) -> Any:
