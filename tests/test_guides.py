@@ -38,6 +38,9 @@ from trainer.config import Config
 
 ROOT = Path(__file__).parents[1]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PACKAGES = (
+    "torchdata", "transformers", "lightning", "accelerate", "tensorboard", "wandb", "mlflow", "lm_eval",
+)  # fmt: skip
 SET_UP_ELSEWHERE = re.compile(r"^(pip install|export AWS_).*\n", re.MULTILINE)
 
 DOCUMENTS = [[1 + (number * place) % 499 for place in range(number % 60)] + [0] for number in range(200)]
@@ -277,8 +280,8 @@ def test_every_command_of_a_guide_runs(
         pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
     if "import tensorstore" in commands:
         pytest.importorskip("tensorstore", reason="needs tensorstore: pip install -e '.[tensorstore]'")
-    for package in ("torchdata", "transformers", "lightning", "accelerate", "tensorboard", "wandb", "mlflow"):
-        if re.search(f'pip install "?{package}', commands):
+    for package in PACKAGES:
+        if re.search(f'pip install "?{package.replace("_", ".")}', commands):
             pytest.importorskip(package, reason=f"needs {package}: pip install {package}", exc_type=ImportError)
     port = free_port()
     head = f"ray start --head --port {port} --num-cpus 2 --disable-usage-stats --include-dashboard=false"

@@ -36,6 +36,7 @@ EXTRA_OF = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "pynvml": "nvml",
+    "lm_eval": "eval",
 }
 
 

@@ -65,7 +65,7 @@ def points_of(lines: Sequence[dict[str, Any]], key: str) -> list[tuple[int, floa
 
 def evaluations(lines: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
     """(step, loss) of every evaluation."""
-    return [(line["step"], line["loss"]) for line in lines if line.get("event") == "eval"]
+    return [(line["step"], line["loss"]) for line in lines if line.get("event") == "eval" and "loss" in line]
 
 
 def marks(lines: Sequence[dict[str, Any]], last_step: int) -> list[tuple[int, str]]:

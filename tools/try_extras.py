@@ -17,7 +17,7 @@ from pathlib import Path
 from tools.set_up import find_uv, pip_settings, uv_settings
 
 EXTRAS = ("", "train", "s3", "arrow", "tiktoken", "fast", "ray", "plot", "tensorstore")
-EXTRAS += ("tensorboard", "wandb", "mlflow", "nvml")
+EXTRAS += ("tensorboard", "wandb", "mlflow", "nvml", "eval")
 DRIVER = Path(__file__).with_name("try_verbs.py")
 
 

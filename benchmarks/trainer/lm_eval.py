@@ -32,6 +32,7 @@ TASKS = {
 }
 METRICS = {"demo_choice": ["acc", "acc_norm"], "demo_line": ["acc", "perplexity"], "demo_text": ["bits_per_byte"]}
 WITHIN = 1e-4  # of log-likelihoods
+STDERR = 2
 
 
 def main() -> int:
@@ -178,7 +179,7 @@ def run(kit: str, *arguments: object) -> None:
 def call(command: Sequence[object]) -> None:
     """Run a command; its output goes to stderr, and its fault ends this."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr, env=environment)
+    subprocess.run(list(map(str, command)), check=True, stdout=STDERR, env=environment)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_help_of_a_verb_is_what_its_flag_prints(kit: str, capsys: Capture) -> No
     assert (code, err) == (2, f"error: verb: there is no completio, did you mean completion?\nhint: {kit} --help\n")
 
 
-@pytest.mark.parametrize(("verb", "most"), [("eval", 25), ("generate", 50)])
+@pytest.mark.parametrize(("verb", "most"), [("eval", 31), ("generate", 50)])
 def test_a_verb_that_reads_a_checkpoint_shows_its_own_flags_only(verb: str, most: int, capsys: Capture) -> None:
     main = import_module("trainer.cli").main
     _, out, _ = printed(main, [verb, "--help"], capsys)

@@ -12,15 +12,12 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ckptkit import Coords
 from threefold.errors import UserError
 from trainer.config import Config, Fp8Config
 from trainer.engine import Engine
 from trainer.model.cache import KeyValueCache, Turn
 from trainer.model.chunk import Chunk
-from trainer.pipeline.actions import most_sends
-from trainer.pipeline.executor import Executor
-from trainer.pipeline.schedules import rank_actions
+from trainer.run.passes import Passes
 
 PROMPT_TOKENS = 4096  # of prompts that are read in one pass, unless one alone has more
 Choose = Callable[[Tensor], Tensor]  # the next token of each row, from logits [B, vocabulary]
@@ -34,12 +31,12 @@ def for_decoding(config: Config) -> Config:
     """
     parallel = config.parallel
     if parallel.cp > 1:
-        raise UserError(f"generation cuts no rows over ranks, and cp is {parallel.cp}", hint="--cp 1")
+        raise UserError(f"texts are not cut over ranks, and cp is {parallel.cp}", hint="--cp 1")
     if parallel.dp > 1 and parallel.ep == 1:
         num_ranks = parallel.tp * parallel.pp
         raise UserError(
             f"{parallel.dp} times as many processes as tp {parallel.tp} and pp {parallel.pp} take would do the same",
-            hint=f"trainer launch --nproc-per-node {num_ranks} generate ..., or --tp {parallel.tp * parallel.dp}",
+            hint=f"trainer launch --nproc-per-node {num_ranks} ..., or --tp {parallel.tp * parallel.dp}",
         )
     train = replace(config.train, recompute="none")
     return replace(config, parallel=replace(parallel, sequence_parallel="off"), train=train, fp8=Fp8Config())
@@ -50,17 +47,10 @@ class Decoder:
 
     def __init__(self, engine: Engine) -> None:
         """Take an engine whose configuration is `for_decoding`."""
-        mesh = engine.mesh
-        self.engine, self.mesh, self.layout = engine, mesh, mesh.layout
+        self.engine, self.mesh, self.layout = engine, engine.mesh, engine.mesh.layout
         self.cache: KeyValueCache
         self.lengths = list[int]()
-        self._shape_TD = 0, engine.config.model.hidden_size
-        self._executor: Executor[Turn] = Executor(
-            engine.link_of,
-            lambda: torch.empty(self._shape_TD, dtype=engine.dtype, device=mesh.device),
-            engine.store.wgrads,
-            max_sends=most_sends(self.layout.pp, self.layout.num_stages),
-        )
+        self._passes: Passes[Turn] = Passes(engine)
 
     def begin(self, prompts: Sequence[Sequence[int]], choose: Choose, *, most_tokens: int) -> list[int]:
         """Read the prompts of new rows, of which none will have more tokens; return the next token of each."""
@@ -92,11 +82,8 @@ class Decoder:
             Turn.of(rows, self.lengths[rows.start : rows.stop], tokens[rows.start : rows.stop], self.mesh.device)
             for rows in parts
         ]
-        self._shape_TD = len(turns[0].batch.tokens_S), self._shape_TD[1]
-        actions = rank_actions("forward", self.layout.pp, len(turns), self.layout.virtual, self.mesh.coords.pp)
-        chunks = {stage: self._forward(chunk) for stage, chunk in self.engine.chunks.items()}
         with self.cache.attached():
-            logits = self._executor.run(actions, chunks, turns)
+            logits = self._passes.run(len(turns[0].batch.tokens_S), self._forward, turns)
         for turn in turns:
             for row, count in zip(turn.rows, turn.counts, strict=True):
                 self.lengths[row] += count
@@ -112,7 +99,7 @@ class Decoder:
         return forward
 
     def _chosen(self, logits: list[Tensor], choose: Choose) -> list[int]:
-        chooser = self.layout.rank(Coords(pp=self.layout.pp - 1))
+        chooser = self._passes.last_rank
         if self.mesh.rank == chooser:
             tokens_B = choose(torch.cat(logits)).to(self.mesh.device)
         else:

@@ -11,7 +11,7 @@ from tests.ckptkit.support.hf_folders import write_folder
 from tests.support.checks import require
 from tests.trainer.support.training import ROOT
 
-SPEAKING = (  # sections of the guide
+SPEAKING = (  # sections of the guide, and of that on evaluations
     "Continue a text",
     "End it",
     "Continue many prompts",
@@ -19,6 +19,9 @@ SPEAKING = (  # sections of the guide
     "Chat with a model",
     "Use several processes",
     "Generate in Python",
+    "Measure the loss of a step",
+    "See where the loss is",
+    "Answer the tasks of lm-eval",
 )
 CONFIG = """
 model = {num_layers = 2, hidden_size = 32}
