@@ -68,6 +68,8 @@ def another(leaf: Leaf, value: Any) -> Any:
     """Return another value of an option, of its type."""
     if leaf.name == "data.mixture":
         return (MixtureConfig(from_sample=5, skip=((6, 7),)),)
+    if leaf.name == "data.valid_sets":
+        return (tables.ValidSetConfig(name="other", stores=("other",)),)
     return (*value, "other") if leaf.kind == tuple[str, ...] else flipped(leaf, value)
 
 
