@@ -75,7 +75,7 @@ def run(options: Options) -> int:
 
 
 def of_layout(options: Options) -> Settings:
-    """Return the flags that a layout stands for: axes that it does not name are 1."""
+    """Return the flags that mean the same as a layout: axes that it does not name are 1."""
     from ckptkit import ParallelLayout
 
     if not options.layout:
@@ -115,6 +115,6 @@ def write_card(options: Options, known: Mapping[str, Any]) -> None:
 
 def row_of(result: "Result") -> str:
     """Return the line of a check: its verdict, what it found and allows, and what differs."""
-    figures = f"{result.found}, allowed {result.allowed}" if result.found else ""
+    figures = f"{result.difference}, allowed {result.bound}" if result.difference else ""
     texts = [text for text in (figures, result.text) if text]
     return f"{result.state:<10}  {result.name:<28}  {'; '.join(texts)} ({result.seconds:.1f} s)"

@@ -7,7 +7,7 @@ from pathlib import Path
 from trainer.config import Config, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
 from trainer.verify.shrink import Shrunk
-from trainer.verify.trial import Start, Stream, Trial, read_stream, save_trial, try_steps, with_stores
+from trainer.verify.trial import SavedStep, Stream, Trial, read_stream, save_trial, try_steps, with_stores
 
 NUM_STEPS, SAVED_AT = 4, 2
 
@@ -15,7 +15,7 @@ NUM_STEPS, SAVED_AT = 4, 2
 class Bench:
     """A small run with its stores, whose trials the checks share; owned by the command's thread."""
 
-    def __init__(self, small: Shrunk, run: Config, folder: Path, saved: Start | None = None) -> None:
+    def __init__(self, small: Shrunk, run: Config, folder: Path, saved: SavedStep | None = None) -> None:
         """Write the stores in a folder that only this bench uses; `run` is the run itself, `saved` a step of it."""
         self.run, self.folder, self.saved = run, folder, saved
         self.config = with_stores(small.config, folder)
@@ -33,7 +33,7 @@ class Bench:
         self._trials: dict[tuple[int, bool], Trial] = {}
         self._stream: Stream | None = None
         self._whole_stream: Stream | None = None
-        self._start: Start | None = None
+        self._start: SavedStep | None = None
 
     @property
     def alone(self) -> Config:
@@ -73,7 +73,7 @@ class Bench:
         return self.trial(alone=True)
 
     @property
-    def start(self) -> Start:
+    def start(self) -> SavedStep:
         """Return the step that the layout saves in the middle of its trial."""
         if self._start is None:
             self._start = save_trial(self.trial(SAVED_AT), str(self.folder / "run"), SAVED_AT, self.stream)

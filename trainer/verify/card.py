@@ -39,7 +39,7 @@ def card(source: str, run: Config, small: Shrunk, results: Sequence[Result]) -> 
 
 def page(known: Mapping[str, Any]) -> str:
     """Return a card as an HTML page that needs nothing else."""
-    names = ("name", "state", "found", "allowed", "text", "seconds")
+    names = ("name", "state", "difference", "bound", "text", "seconds")
     rows = [[f"{check[name]:.1f}" if name == "seconds" else check[name] for name in names] for check in known["checks"]]
     titles = {"source": "run", "layout_of_run": "its layout", "layout": "layout here", "commit": "commit"}
     facts = [[title, known[name]] for name, title in titles.items()]
@@ -49,6 +49,11 @@ def page(known: Mapping[str, Any]) -> str:
         [f"{table}.{key}", str(value)] for table, values in known["config"].items() for key, value in values.items()
     ]
     return render_page(
-        __package__, "card.html.j2", title=f"{known['source']}: {known['verdict']}", rows=rows, facts=facts,
-        changes=changes, options=options,
-    )  # fmt: skip
+        __package__,
+        "card.html.j2",
+        title=f"{known['source']}: {known['verdict']}",
+        rows=rows,
+        facts=facts,
+        changes=changes,
+        options=options,
+    )

@@ -25,7 +25,7 @@ from trainer.verify.bench import NUM_STEPS, SAVED_AT, Bench, alone_of, nothing_a
 from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
 from trainer.verify.shrink import forms_of_cpu
-from trainer.verify.trial import Seen, Start, Stream, Trial, first_weights, read_stream, try_steps, with_stores
+from trainer.verify.trial import SavedStep, Seen, Stream, Trial, first_weights, read_stream, try_steps, with_stores
 
 State = Literal["ok", "FAILED", "not run", "not needed"]
 LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
@@ -38,8 +38,8 @@ class Result:
 
     name: str
     state: State
-    found: str = ""
-    allowed: str = ""
+    difference: str = ""
+    bound: str = ""
     text: str = ""
     seconds: float = 0.0
 
@@ -56,8 +56,8 @@ class NotNeeded(Exception):
 class Figure:
     """What a check found and allows, as it is printed; a difference beyond that is raised as Different."""
 
-    found: str
-    allowed: str
+    difference: str
+    bound: str
 
 
 def losses_and_norms(bench: Bench) -> Figure:
@@ -76,8 +76,8 @@ def _numbers(seen: Seen) -> list[tuple[str, float]]:
     """Return what a rank saw, step by step, with names."""
     steps = enumerate(zip(seen.num_tokens, seen.losses, seen.norms, strict=True), 1)
     names = ("number of tokens", "loss", "gradient norm")
-    found = [(f"{name} of step {step}", value) for step, values in steps for name, value in zip(names, values)]
-    return found + list(zip(("loss of an evaluation", "number of tokens of an evaluation"), seen.evaluation))
+    numbers = [(f"{name} of step {step}", value) for step, values in steps for name, value in zip(names, values)]
+    return numbers + list(zip(("loss of an evaluation", "number of tokens of an evaluation"), seen.evaluation))
 
 
 def weights(bench: Bench) -> Figure:
@@ -97,13 +97,13 @@ def compare_states(trial: Trial, reference: Trial) -> float:
         raise Different(f"{difference}{held}") from None
 
 
-def compare_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def compare_tensors(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Return the largest difference of two states; Different names the first tensor that differs."""
     largest = 0.0
-    if found.keys() != expected.keys():
-        raise Different(f"one of both has not the tensors {', '.join(sorted(found.keys() ^ expected.keys()))}")
+    if own.keys() != expected.keys():
+        raise Different(f"one of both has not the tensors {', '.join(sorted(own.keys() ^ expected.keys()))}")
     for name, whole in expected.items():
-        gaps = (found[name] - whole).abs()
+        gaps = (own[name] - whole).abs()
         gap = float(gaps.max())
         if not gap <= WEIGHTS_WITHIN:
             place = np.unravel_index(int(gaps.nan_to_num(torch.inf).argmax()), tuple(whole.shape))
@@ -179,9 +179,11 @@ def _named(config: Config, other: Config) -> str:
     """Return the options of another run that differ."""
     tables = {name: (asdict(getattr(config, name)), asdict(getattr(other, name))) for name in ("parallel", "train")}
     return ", ".join(
-        f"{table}.{key} {value}" for table, (before, after) in tables.items() for key, value in after.items()
+        f"{table}.{key} {value}"
+        for table, (before, after) in tables.items()
+        for key, value in after.items()
         if before[key] != value
-    )  # fmt: skip
+    )
 
 
 def compare_bits(trial: Trial, other: Trial, how: str) -> None:
@@ -207,7 +209,7 @@ def resume(bench: Bench) -> Figure:
     return Figure(f"from step {SAVED_AT}", "equal bits")
 
 
-def _root(start: Start) -> Root:
+def _root(start: SavedStep) -> Root:
     return Run(start.url).root(start.step)
 
 
@@ -247,21 +249,21 @@ def host_waits(bench: Bench) -> Figure:
     return Figure("a step", "no wait")
 
 
-def precision(bench: Bench) -> Figure:
+def run_precision(bench: Bench) -> Figure:
     """Compare losses in the run's own precision with those in float64, as far as that is coarse."""
-    wanted = bench.run.train.precision
-    if wanted == "fp64":
+    precision = bench.run.train.precision
+    if precision == "fp64":
         raise NotNeeded("the run is of float64 itself")
     if bench.run.fp8.recipe != "off":
         raise NotRun("weights of the small run are no multiples of what shares a scale in eight bits")
-    config = replace(bench.config, train=replace(bench.config.train, precision=wanted), fp8=Fp8Config())
+    config = replace(bench.config, train=replace(bench.config.train, precision=precision), fp8=Fp8Config())
     trial, largest = try_steps(config, bench.stream, SAVED_AT), 0.0
     for step, (own, expected) in enumerate(zip(trial.ranks[0].losses, bench.reference.ranks[0].losses), 1):
         gap = abs(own - expected) / abs(expected)
-        if not gap <= COARSE[wanted]:
-            raise Different(f"the loss of step {step} is {own:.6g} in {wanted}, and {expected:.6g} in float64")
+        if not gap <= COARSE[precision]:
+            raise Different(f"the loss of step {step} is {own:.6g} in {precision}, and {expected:.6g} in float64")
         largest = max(largest, gap)
-    return Figure(f"{largest:.1e}", f"{COARSE[wanted]:.0e} relative")
+    return Figure(f"{largest:.1e}", f"{COARSE[precision]:.0e} relative")
 
 
 def newest_step(bench: Bench) -> Figure:
@@ -297,7 +299,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "resume, one process": another_layout,
     "save and reshard": certificate,
     "no wait of the host": host_waits,
-    "precision of the run": precision,
+    "precision of the run": run_precision,
     "schedule, recompute, overlap": schedules,
     "the run's newest step": newest_step,
 }
@@ -323,4 +325,4 @@ def run_check(name: str, check: Callable[[Bench], Figure], bench: Bench) -> Resu
     except Exception as error:
         text = str(error) if isinstance(error, Different) else f"{type(error).__name__}: {error}"
         return Result(name, "FAILED", text=text, seconds=perf_counter() - begin)
-    return Result(name, "ok", figure.found, figure.allowed, seconds=perf_counter() - begin)
+    return Result(name, "ok", figure.difference, figure.bound, seconds=perf_counter() - begin)

@@ -18,10 +18,17 @@ from trainer.verify.difference import require_equal
 
 aten = torch.ops.aten
 READS = {
-    aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.nonzero.default,
-    aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-    aten.bincount.default, aten._linalg_check_errors.default,
-}  # fmt: skip
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.allclose.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten._linalg_check_errors.default,
+}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 UNDISPATCHED = ("tolist", "cpu", "numpy", "__array__", "__repr__", "to")  # methods of CPU tensors that call no op
 _guard = threading.local()  # `is_on` in a thread that may not wait
@@ -42,7 +49,7 @@ class _NoReads(TorchDispatchMode):
 
 @contextmanager
 def watching_tensors() -> Iterator[None]:
-    """Let methods of tensors that no operation stands for be errors where waits are refused, in backward passes too.
+    """Let methods of tensors that call no operation be errors where waits are refused, in backward passes too.
 
     A device that is an object is the run's own, which here is the CPU; named by a word it is the host.
     """

@@ -42,10 +42,10 @@ def first_difference(bench: Bench) -> str:
 
 def smallest(name: str, run: Config, deadline: float, max_ranks: int) -> str:
     """Return the layout and the model of the smallest run in which a check still fails, as far as time allows."""
-    kept, is_smaller = run, False
+    smallest_run, is_smaller = run, False
     for smaller in _reductions():
-        candidate = smaller(kept)
-        if candidate == kept or perf_counter() >= deadline or not _is_sound(candidate):
+        candidate = smaller(smallest_run)
+        if candidate == smallest_run or perf_counter() >= deadline or not _is_sound(candidate):
             continue
         with TemporaryDirectory() as folder:
             try:
@@ -53,10 +53,10 @@ def smallest(name: str, run: Config, deadline: float, max_ranks: int) -> str:
             except UserError:
                 continue
             if run_check(name, CHECKS[name], bench).state == "FAILED":
-                kept, is_smaller = candidate, True
+                smallest_run, is_smaller = candidate, True
     if not is_smaller:
         return ""
-    small = shrunk(kept, max_ranks=max_ranks).config
+    small = shrunk(smallest_run, max_ranks=max_ranks).config
     return f"it still fails with {layout_of(small)}, {small.model.num_layers} layers"
 
 

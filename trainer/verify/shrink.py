@@ -53,8 +53,12 @@ def shrunk(config: Config, *, max_ranks: int = 64) -> Shrunk:
     train, data = _rows(config, small)
     small = Config(
         model=_of_rows(config, small.model, longest_row(replace(small, train=train, data=data))),
-        parallel=parallel, data=data, train=train, optim=_optim(config.optim, small), ops=forms_of_cpu(config),
-    )  # fmt: skip
+        parallel=parallel,
+        data=data,
+        train=train,
+        optim=_optim(config.optim, small),
+        ops=forms_of_cpu(config),
+    )
     num_ranks = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     if faults := cross_faults(small, num_ranks):
         text = f"no small run has the cuts of this one: {faults[0][1]}"
@@ -102,10 +106,15 @@ def _parallel(config: Config, max_ranks: int) -> ParallelConfig:
     virtual, whole = min(parallel.virtual_stages, 2), parallel.zero_whole_kib
     by_hand = _layers_by_hand(parallel.pipeline_layout, sizes["pp"] * virtual)
     return replace(
-        parallel, **sizes, ep=ep, dp_shard=dp_shard if parallel.dp_shard else 0, virtual_stages=virtual,
+        parallel,
+        **sizes,
+        ep=ep,
+        dp_shard=dp_shard if parallel.dp_shard else 0,
+        virtual_stages=virtual,
         pipeline_layout=",".join(map(str, by_hand)) if by_hand else parallel.pipeline_layout,
-        bucket_mib=0, zero_whole_kib=min(whole, 1) if parallel.zero_stage > 1 else whole,
-    )  # fmt: skip
+        bucket_mib=0,
+        zero_whole_kib=min(whole, 1) if parallel.zero_stage > 1 else whole,
+    )
 
 
 def _layers_by_hand(pipeline_layout: str, num_stages: int) -> list[int]:
@@ -133,11 +142,18 @@ def _model(config: Config, parallel: ParallelConfig) -> ModelConfig:
             "moe_every": min(model.moe_every, 2),
         }
     small = replace(
-        model, num_heads=heads[0], num_kv_heads=heads[1], head_size=HEAD_SIZE, hidden_size=hidden,
-        ffn_hidden_size=3 * parallel.tp, vocab_size=_vocabulary(config, parallel),
-        round_vocab_to=min(model.round_vocab_to, 4), window_every=min(model.window_every, 2), init_std=INIT_STD,
+        model,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_size=HEAD_SIZE,
+        hidden_size=hidden,
+        ffn_hidden_size=3 * parallel.tp,
+        vocab_size=_vocabulary(config, parallel),
+        round_vocab_to=min(model.round_vocab_to, 4),
+        window_every=min(model.window_every, 2),
+        init_std=INIT_STD,
         **of_experts,
-    )  # fmt: skip
+    )
     return replace(small, num_layers=_num_layers(config, small, parallel))
 
 
@@ -196,11 +212,20 @@ def _rows(config: Config, small: Config) -> tuple[TrainConfig, DataConfig]:
     number, pp = train.global_batch_size // (train.micro_batch_size * before.dp), after.pp
     few = min(number, 2 * pp if pp > 1 else 3)
     small_train = replace(
-        train, seq_length=seq_length, micro_batch_size=micro, global_batch_size=micro * few * after.dp,
-        gradient_accumulation_steps=0, train_steps=STEPS, precision="fp64", device="cpu", loss_scale=None,
-        eval_interval=0, max_logits_gib=_logits_limit(config),
-        recompute_num_layers=min(train.recompute_num_layers, 1), **_no_scale(),
-    )  # fmt: skip
+        train,
+        seq_length=seq_length,
+        micro_batch_size=micro,
+        global_batch_size=micro * few * after.dp,
+        gradient_accumulation_steps=0,
+        train_steps=STEPS,
+        precision="fp64",
+        device="cpu",
+        loss_scale=None,
+        eval_interval=0,
+        max_logits_gib=_logits_limit(config),
+        recompute_num_layers=min(train.recompute_num_layers, 1),
+        **_no_scale(),
+    )
     return small_train, _data(config.data, lambda length: rows(length, max(round(length * scale), 2)), seq_length)
 
 
@@ -222,17 +247,28 @@ def _data(data: DataConfig, rows: Callable[[int], int], seq_length: int) -> Data
     """Return the stream: each mixture begins a step after the one before, masks and skips some of what it reads."""
     mixture = tuple(
         replace(
-            each, from_step=2 + number, from_sample=None,
+            each,
+            from_step=2 + number,
+            from_sample=None,
             skip=((0, 1),) if each.skip else (),
             seq_length=each.seq_length and rows(each.seq_length),
         )
         for number, each in enumerate(data.mixture)
-    )  # fmt: skip
+    )
     return replace(
-        data, mixture=mixture, indices=(), cache="", max_epochs=0, train_samples=0, start_sample=0,
+        data,
+        mixture=mixture,
+        indices=(),
+        cache="",
+        max_epochs=0,
+        train_samples=0,
+        start_sample=0,
         block_tokens=4 * seq_length if data.shuffle == "blocks" else data.block_tokens,
-        valid=DataConfig().valid, valid_sets=(), tokenizer="", any_tokenizer=False,
-    )  # fmt: skip
+        valid=DataConfig().valid,
+        valid_sets=(),
+        tokenizer="",
+        any_tokenizer=False,
+    )
 
 
 def _of_rows(config: Config, model: ModelConfig, longest: int) -> ModelConfig:
@@ -240,21 +276,31 @@ def _of_rows(config: Config, model: ModelConfig, longest: int) -> ModelConfig:
     scale = longest / longest_row(config)
     window = max(round(model.window * scale), 1) if model.window else 0
     return replace(
-        model, window=window, num_positions=longest if model.num_positions else 0,
+        model,
+        window=window,
+        num_positions=longest if model.num_positions else 0,
         attention_window=longest if model.attention_window else 0,
         rope_original_length=max(round(model.rope_original_length * scale), 1)
-        if model.rope_scaling == "llama3" else model.rope_original_length,
-    )  # fmt: skip
+        if model.rope_scaling == "llama3"
+        else model.rope_original_length,
+    )
 
 
 def _optim(optim: OptimConfig, small: Config) -> OptimConfig:
     """Return the optimizer with a schedule of few steps; a larger eps, as gradients of 0 have only rounding."""
     plain = OptimConfig()
     return replace(
-        optim, warmup_steps=min(optim.warmup_steps, 1), wsd_decay_steps=min(optim.wsd_decay_steps, 2), decay_steps=0,
-        cool_down_steps=plain.cool_down_steps, cool_down_from=0, cool_down_lr=0.0, eps=max(optim.eps, EPS),
-        moments="wide", master="wide",
-    )  # fmt: skip
+        optim,
+        warmup_steps=min(optim.warmup_steps, 1),
+        wsd_decay_steps=min(optim.wsd_decay_steps, 2),
+        decay_steps=0,
+        cool_down_steps=plain.cool_down_steps,
+        cool_down_from=0,
+        cool_down_lr=0.0,
+        eps=max(optim.eps, EPS),
+        moments="wide",
+        master="wide",
+    )
 
 
 def forms_of_cpu(config: Config) -> OpsConfig:

@@ -11,7 +11,7 @@ from threefold.options import FlagText
 from trainer.config import Config, ValidConfig
 from trainer.config.foreign.conversion import Conversion, source_of
 from trainer.config.walk import config_from, load_config
-from trainer.verify.trial import Start
+from trainer.verify.trial import SavedStep
 
 BESIDE = {"checkpoint", "log"}  # tables that change no number
 
@@ -22,7 +22,7 @@ class Source:
 
     config: Config
     name: str
-    start: Start | None = None
+    start: SavedStep | None = None
 
 
 def open_run_or_file(name: str, flags: Settings, *, megatron: str = "") -> Source:
@@ -58,4 +58,4 @@ def _newest(url: str, flags: Settings) -> Source:
     if not config.model.vocab_size and "embed.weight" in root.tensors:
         vocab_size = root.tensors["embed.weight"].shape[0]
         config = replace(config, model=replace(config.model, vocab_size=vocab_size))
-    return Source(config, name, Start(url, step))
+    return Source(config, name, SavedStep(url, step))

@@ -70,7 +70,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class SavedStep:
     """The step of a run at a URL that ranks restore before their first step."""
 
     url: str
@@ -121,7 +121,7 @@ def read_stream(config: Config, num_steps: int, *, cursor: Mapping[str, Any] | N
 
 
 def try_steps(
-    config: Config, stream: Stream, num_steps: int, *, start: Start | None = None, refuses_waits: bool = False
+    config: Config, stream: Stream, num_steps: int, *, start: SavedStep | None = None, refuses_waits: bool = False
 ) -> Trial:
     """Train some steps of a stream on all ranks, from a saved step or from the first.
 
@@ -135,9 +135,15 @@ def try_steps(
 
 
 def _train(
-    rank: int, config: Config, stream: Stream, steps: range, start: Start | None, refuses_waits: bool, *,
+    rank: int,
+    config: Config,
+    stream: Stream,
+    steps: range,
+    start: SavedStep | None,
+    refuses_waits: bool,
+    *,
     network: Network | None = None,
-) -> tuple[Seen, Sequence[TensorInfo]]:  # fmt: skip
+) -> tuple[Seen, Sequence[TensorInfo]]:
     recording = Recording(network or Processes(CPU, timeout_s=60.0))
     engine = _engine(rank, config, recording)
     mesh = engine.mesh
@@ -158,9 +164,13 @@ def _train(
     pieces = [*saved_pieces(engine.store), *engine.balance.saved_pieces()]
     tensors = [*tensor_table(engine.table, engine.dtype, engine.moments), *engine.balance.tensors]
     seen = Seen(
-        tuple(each.loss for each in stats), tuple(each.grad_norm for each in stats),
-        tuple(each.num_tokens for each in stats), evaluation, copied(pieces), recording.calls,
-    )  # fmt: skip
+        tuple(each.loss for each in stats),
+        tuple(each.grad_norm for each in stats),
+        tuple(each.num_tokens for each in stats),
+        evaluation,
+        copied(pieces),
+        recording.calls,
+    )
     return seen, tensors
 
 
@@ -189,14 +199,22 @@ def counted_step(engine: Engine, step: int, batch: Batch) -> StepStats:
     return stats
 
 
-def save_trial(trial: Trial, url: str, step: int, stream: Stream) -> Start:
+def save_trial(trial: Trial, url: str, step: int, stream: Stream) -> SavedStep:
     """Save what the ranks of a trial hold as a step, each its own part, and return it."""
     config, attempt, world_size = trial.config, secrets.token_hex(8), len(trial.ranks)
     metadata = {"cursor": stream.cursors[step - 1], "updates": step, "config": {"model": {}}}
     for rank in reversed(range(world_size)):
         save(
-            url, step, trial.ranks[rank].pieces, tensors=trial.tensors, layout=layout_of(config),
-            num_layers=config.model.num_layers, metadata=metadata, rank=rank, world_size=world_size, attempt=attempt,
+            url,
+            step,
+            trial.ranks[rank].pieces,
+            tensors=trial.tensors,
+            layout=layout_of(config),
+            num_layers=config.model.num_layers,
+            metadata=metadata,
+            rank=rank,
+            world_size=world_size,
+            attempt=attempt,
             awaits_commit=False,
-        )  # fmt: skip
-    return Start(url, step)
+        )
+    return SavedStep(url, step)
