@@ -35,7 +35,7 @@ class Executor(Generic[M]):
 
     `link_of` returns the group of two ranks that a transfer takes, `new_buffer` memory for what is received. `wgrads`
     is where the chunks' layers hand in gradients; `after_backward`, if there is one, is called after each
-    backward pass. `around` encloses each pass, F, B or W, once what it reads is there.
+    backward pass. `around` encloses each pass of a step, F, B or W, once what it reads is there.
     `note` is called as each action begins, and with "" when the row has ended.
     """
 
@@ -49,7 +49,7 @@ class Executor(Generic[M]):
         self._sends: dict[tuple[str, tuple[int, ...]], deque[Work]]  # by group
         self.peak_live = self.peak_sends = 0
         self.after_backward: Callable[[], None] | None = None
-        self.around: Callable[[Action], AbstractContextManager[object]] = lambda action: nullcontext()
+        self.around: Callable[[Action], AbstractContextManager[object]] = unmarked
         self.note: Callable[[str, int, int], object] = nothing_noted
 
     def run(self, actions: Sequence[Action], chunks: Mapping[int, Chunk[M]], microbatches: Sequence[M]) -> list[Tensor]:
@@ -60,6 +60,7 @@ class Executor(Generic[M]):
         self._read_by, self._live, self._put_off = {}, {}, {}
         self._sends = defaultdict(deque)
         trains = any(action.kind == "B" for action in actions)
+        around = self.around if trains else unmarked
         has_w = {(stage, m) for kind, stage, m in actions if kind == "W"}
         last = {(kind, stage): m for kind, stage, m in actions}
         for action in actions:
@@ -68,19 +69,19 @@ class Executor(Generic[M]):
             self.wgrads.is_last = last[kind, stage] == m
             if kind == "F":
                 received = self._taken(action)
-                with self.around(action):
+                with around(action):
                     out = self._forward(action, received, chunks[stage], microbatches[m], trains=trains)
                 self._read_by[Action("F", stage + 1, m)] = out
             elif kind == "B":
                 gradient = self._taken(action)
-                with self.around(action):
+                with around(action):
                     gradient = self._backward(action, gradient, puts_off=(stage, m) in has_w)
                 if self.after_backward is not None:
                     self.after_backward()
                 if gradient is not None:
                     self._read_by[Action("B", stage - 1, m)] = gradient
             elif kind == "W":
-                with self.around(action):
+                with around(action):
                     make(self._put_off.pop((stage, m)))
             elif kind in ("SF", "SB"):
                 reader = Action("F", stage + 1, m) if kind == "SF" else Action("B", stage - 1, m)
@@ -136,3 +137,8 @@ class Executor(Generic[M]):
         """Wait for all but the newest `keep` sends, and let go of their tensors."""
         while len(sends) > keep:
             sends.popleft().wait()
+
+
+def unmarked(_action: Action) -> AbstractContextManager[object]:
+    """Enclose a pass with nothing."""
+    return nullcontext()
