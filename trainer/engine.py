@@ -4,7 +4,8 @@ Loss, gradient norm and updates do not depend on the layout: the loss is the sum
 tokens of the global batch, whose count is known before the first backward; the norm counts each global element once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -68,7 +69,7 @@ class Engine:
             self.store.wgrads,
             max_sends=most_sends(mesh.layout.pp, mesh.layout.num_stages),
         )
-        self.pipeline.around = lambda action: mesh.clock.span(action.kind)
+        self.pipeline.around = self._around
         self.norms = LayerNorms(self.store, config.log.norms_interval)
         if mesh.page is not None:
             self.pipeline.note = mesh.page.act
@@ -168,6 +169,14 @@ class Engine:
         actions = rank_actions(schedule, layout.pp, len(batches), layout.virtual, rank)
         losses = self.pipeline.run(actions, {stage: forward(chunk) for stage, chunk in self.chunks.items()}, batches)
         return sum(losses, torch.zeros((), dtype=torch.float64, device=self.mesh.device))
+
+    @contextmanager
+    def _around(self, action: Action) -> Iterator[None]:
+        """Count the time of a pass, and note where it ends in the work of a GPU."""
+        with self.mesh.clock.span(action.kind):
+            yield
+        if self.mesh.page is not None:
+            self.mesh.page.mark(self.mesh.clock.last, *action)
 
     def link_of(self, transfer: Action) -> Group:
         """Return the group of two ranks that a transfer takes."""

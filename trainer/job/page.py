@@ -41,7 +41,7 @@ from trainer.job.sight import (
 )
 
 FOLDER = "TRAINER_PAGES"  # of a node, which our launcher names: it reads the pages of ranks that are gone
-MOST_PENDING = 2048  # calls of a GPU: the oldest of more are forgotten
+MOST_PENDING = 4096  # passes and calls of a GPU: the oldest of more are forgotten
 
 
 class Mark(Protocol):
@@ -84,7 +84,8 @@ class RankPage:
 
     def __init__(self, rank: int, world_size: int, *, on_gpu: bool = False) -> None:
         """Make the page in the folder that the launcher names, else where memory is shared, or temporary files are."""
-        # calls that a GPU may not have finished, of which the host is ahead
+        # passes and calls that a GPU may not have finished, of which the host is ahead, and how many it has
+        self.num_past = 0
         self.pending: deque[tuple[Mark, str, int, int]] | None = deque(maxlen=MOST_PENDING) if on_gpu else None
         self.rank, self.world_size, self.path = rank, world_size, ""
         self._buffer = self._open()
@@ -196,13 +197,24 @@ class RankPage:
             self._info.update(texts)
             self._write_info()
 
+    def mark(self, moment: Mark, kind: str, stage: int, microbatch: int) -> None:
+        """Note where in the work of its GPU a pass ends."""
+        if self.pending is not None:
+            self.pending.append((moment, kind, stage, microbatch))
+
     def first_pending(self) -> str:
-        """Return the first call that the GPU has not finished, if there is one; any thread may ask."""
+        """Return the first pass or call that the GPU has not finished, if there is one; the watching thread asks.
+
+        `num_past` counts those that it has: a step of many micro-batches takes long, and the host is ahead of it.
+        """
         while self.pending:
-            moment, kind, group, number = self.pending[0]
+            moment, kind, place, number = self.pending[0]
+            if not moment.is_past and kind in KIND_OF:
+                return f"the end of {kind} of stage {place}, micro-batch {number}"
             if not moment.is_past:
-                return f"the end of {kind} #{number} of group {self._info['groups'][group]}"
+                return f"the end of {kind} #{number} of group {self._info['groups'][place]}"
             self.pending.popleft()
+            self.num_past += 1
         return ""
 
     def beat(self) -> None:

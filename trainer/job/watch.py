@@ -68,7 +68,7 @@ class Watch:
     ) -> None:
         """Begin to look; `spins` where the host takes processor time while it waits for a full queue of a GPU.
 
-        `on_device` names the first call that the GPU has not finished, if that is known.
+        `on_device` names the first pass or call that the GPU has not finished, if that is known.
         """
         self._page, self._board, self._on_stall, self._stall_s = page, board, on_stall, stall_s
         self._spins, self._on_device = spins, on_device
@@ -77,7 +77,7 @@ class Watch:
         self._hosts = list(dict.fromkeys(berth.host for berth in berths))
         self._place = self._hosts.index(here)
         self._every_s = min(max(stall_s / LOOKS, LEAST_EVERY_S), MOST_EVERY_S)
-        self._number, self._work = page.number, Toil()
+        self._number, self._num_past, self._device, self._work = page.number, 0, "", Toil()
         self._first_step = 0
         self._beats: dict[int, int] = {}
         self._moved_s = time.monotonic()
@@ -115,7 +115,7 @@ class Watch:
         if len(self._hosts) > 1 and self._leads:
             self._post(idle_s)
         if idle_s >= self._stall_s / 2 and not self._reported:
-            self._page.describe(device=self._on_device())
+            self._page.describe(device=self._device)
         others_move = any(self._moves(host) for host in self._hosts if idle_s >= self._stall_s / 4)
         # of several hosts the later ones leave the report to the first, unless it does not come
         due_s = self._stall_s + 2 * self._every_s * (self._place + (self._page.rank != self._local[0].rank))
@@ -136,8 +136,9 @@ class Watch:
         """Return whether this rank has had an event, or worked, since the last time that it had."""
         page, number = self._page, self._page.number
         self._first_step = self._first_step or page.step
-        if number != self._number:
-            self._number = number
+        self._device = self._on_device()
+        if number != self._number or page.num_past != self._num_past:
+            self._number, self._num_past = number, page.num_past
             self._work.stop()
             return True
         if page.waits or (self._spins and page.phase == "trains" and page.step != self._first_step):

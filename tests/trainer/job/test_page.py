@@ -119,8 +119,12 @@ def test_the_first_call_that_a_gpu_has_not_finished_is_named() -> None:
     calls, marks = page.group("tp", [0, 1]), [Mark() for _ in range(3)]
     for mark in marks:
         calls.end("all_gather", calls.begin("all_gather"), mark)
+    page.mark(last := Mark(), "B", 1, 3)
     marks[0].is_past = True
     assert page.first_pending() == "the end of all_gather #2 of group tp, ranks 0, 1"
     marks[1].is_past = marks[2].is_past = True
+    assert page.first_pending() == "the end of B of stage 1, micro-batch 3"
+    last.is_past = True
     assert page.first_pending() == ""
+    assert page.num_past == 4
     page.close()

@@ -32,13 +32,22 @@ class Ranks:
     """Pages of ranks that are all this process, on hosts by name, and the stalls that were reported."""
 
     def __init__(self, hosts: list[str], *, spins: bool = False) -> None:
-        self.pages = [RankPage(rank, len(hosts)) for rank in range(len(hosts))]
+        self.pages = [RankPage(rank, len(hosts), on_gpu=spins) for rank in range(len(hosts))]
         berths = [Berth(page.rank, host, page.path, os.getpid()) for page, host in zip(self.pages, hosts, strict=True)]
         self.calls = [page.group("world", range(len(hosts))) for page in self.pages]
         self.stalls: list[tuple[int, Stall]] = []
         board = Board(Counting())  # type: ignore[arg-type]
         self._watches = [
-            Watch(page, berths, board, self._taking(page.rank), stall_s=STALL_S, spins=spins) for page in self.pages
+            Watch(
+                page,
+                berths,
+                board,
+                self._taking(page.rank),
+                stall_s=STALL_S,
+                spins=spins,
+                on_device=page.first_pending,
+            )
+            for page in self.pages
         ]
 
     def _taking(self, rank: int) -> Callable[[Stall], None]:
@@ -129,6 +138,23 @@ def test_a_full_queue_of_a_gpu_is_no_work_but_in_the_first_step() -> None:
         assert second.stalls
         assert not first.stalls
     thread.join()
+
+
+def test_a_gpu_that_goes_on_is_progress_of_a_host_that_waits_for_it() -> None:
+    class Mark:
+        is_past = False
+
+    marks = [Mark() for _ in range(40)]
+    with ranks("a", spins=True) as job:
+        for microbatch, mark in enumerate(marks):
+            job.pages[0].mark(mark, "F", 0, microbatch)
+        job.pages[0].note(2, "waits for its device")
+        for mark in marks[:-1]:
+            mark.is_past = True
+            time.sleep(STALL_S / 10)
+        assert not job.stalls
+        until(lambda: job.stalls)
+    assert job.stalls[0][1].sights[0].device == "the end of F of stage 0, micro-batch 39"
 
 
 def test_the_work_of_a_process_that_was_started_is_seen() -> None:
