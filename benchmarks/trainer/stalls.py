@@ -132,11 +132,13 @@ def main() -> int:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Run all cases and print a row for each; 1 if one is not as it should be."""
-    right = {}
+    right: dict[str, list[tuple[bool, str]]] = {}
     for cases, kind in ((STALLS, "named"), (SOUND, "left alone")):
         chosen = [case for case in cases if arguments.only in str(case)]
-        right[kind] = [outcome(case) for case in chosen]
-        for case, (is_right, said) in zip(chosen, right[kind], strict=True):
+        right[kind] = []
+        for case in chosen:
+            right[kind].append(outcome(case))
+            is_right, said = right[kind][-1]
             print(f"{kind if is_right else 'WRONG':<10}  {case!s:<48}  {said}", flush=True)
         num_right = sum(is_right for is_right, _ in right[kind])
         print(f"{num_right} of {len(chosen)} {kind}", flush=True)
