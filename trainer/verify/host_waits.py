@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.linear import grouped
+from trainer.ops.attention.seam import Mask
 from trainer.verify.difference import require_equal
 
 aten = torch.ops.aten
@@ -64,9 +65,10 @@ def watching_tensors() -> Iterator[None]:
 
         return method
 
-    read_ends = grouped.read_ends  # on a CPU no device is waited for; products of a GPU do not come here
+    read_ends, documents = grouped.read_ends, Mask.documents  # of CPUs: kernels of a GPU take both on the device
     with ExitStack() as stack:
         replace_in(stack, grouped, "read_ends", lambda ends: unguarded(partial(read_ends, ends)))
+        replace_in(stack, Mask, "documents", lambda self, *sizes: unguarded(partial(documents, self, *sizes)))
         for name in UNDISPATCHED:
             replace_in(stack, torch.Tensor, name, seen(name, getattr(torch.Tensor, name)))
         yield

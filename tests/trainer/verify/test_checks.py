@@ -100,6 +100,13 @@ def test_a_fault_is_found_by_its_check(name: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.ci
+def test_bounds_of_documents_are_no_wait(tmp_path: Path) -> None:
+    run = run_of("examples/tiny.toml", data__document_mask="true")
+    assert run_check("no wait of the host", CHECKS["no wait of the host"], bench_of(tmp_path, run)).state == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.ci
 def test_schedules_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("examples/tiny.toml", parallel__pp="2", parallel__dp="2", train__micro_batch_size="2")
     check = "schedule, recompute, overlap"
