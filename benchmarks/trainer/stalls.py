@@ -138,8 +138,8 @@ def benchmark(arguments: argparse.Namespace) -> int:
         right[kind] = []
         for case in chosen:
             right[kind].append(outcome(case))
-            is_right, said = right[kind][-1]
-            print(f"{kind if is_right else 'WRONG':<10}  {case!s:<48}  {said}", flush=True)
+            is_right, text = right[kind][-1]
+            print(f"{kind if is_right else 'WRONG':<10}  {case!s:<48}  {text}", flush=True)
         num_right = sum(is_right for is_right, _ in right[kind])
         print(f"{num_right} of {len(chosen)} {kind}", flush=True)
         claim = "planted stalls" if cases is STALLS else "slow but sound runs"
