@@ -153,12 +153,12 @@ def outcome(case: Case) -> tuple[bool, str]:
         return judged(case, reported(case, Path(folder)))
 
 
-def judged(case: Case, said: str) -> tuple[bool, str]:
+def judged(case: Case, report: str) -> tuple[bool, str]:
     """Return whether a report is right of a case: the rank, its stage and micro-batch, its collective."""
     if case.how not in ("stop", "slow"):
-        return said == "done", said
+        return report == "done", report
     if case.how == "slow":
-        return said == f"rank {case.rank} is slow", said
+        return report == f"rank {case.rank} is slow", report
     expected = {
         "F": f"F of stage {case.stage}, micro-batch {case.microbatch}",
         "B": f"B of stage {case.stage}, micro-batch {case.microbatch}",
@@ -167,7 +167,7 @@ def judged(case: Case, said: str) -> tuple[bool, str]:
         "loader": "where it reads its batch",
     }[case.place]
     pattern = rf"late: rank {case.rank} \(.*\) is stopped \(by SIGSTOP\): step \d+, .*{expected}"
-    return re.match(pattern, said) is not None, said
+    return re.match(pattern, report) is not None, report
 
 
 def reported(case: Case, folder: Path) -> str:
