@@ -32,9 +32,18 @@ def line(step: int) -> StepMetrics:
     rates = dict.fromkeys(("tokens_per_s", "tokens_per_s_per_gpu", "samples_per_s", "tflops_per_gpu"), 1e4 / 3)
     shares = dict.fromkeys(("mfu", "mfu_with_embeddings", "mfu_causal", "memory_of_plan"), 1 / 3)
     return StepMetrics(
-        step=step, loss=2.5, grad_norm=1 / 3, lr=1e-3, tokens=step * 4096, loss_tokens=4096, **times, **rates, **shares,
-        checkpoint_stall_s=0.0, memory_gib=2.5,
-    )  # fmt: skip
+        step=step,
+        loss=2.5,
+        grad_norm=1 / 3,
+        lr=1e-3,
+        tokens=step * 4096,
+        loss_tokens=4096,
+        **times,
+        **rates,
+        **shares,
+        checkpoint_stall_s=0.0,
+        memory_gib=2.5,
+    )
 
 
 def feeds(*, stopped: bool) -> list[Feed]:

@@ -62,7 +62,7 @@ def test_of_a_long_file_the_end_is_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="there is no metrics file"):
+    with pytest.raises(StorageError, match="no metrics file"):
         Tail(str(tmp_path / "m.jsonl"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from threefold.masking import printable
 from trainer.observe.watch.view import View, curve, line_text
 
-LEAST_CURVE, LEAST_WIDTH = 3, 24  # rows and columns below which there is no curve
+LEAST_CURVE, LEAST_WIDTH = 3, 24  # rows and columns below which no curve is drawn
 SILENT_S = 60.0
 
 

@@ -24,7 +24,7 @@ class Tail:
         self._at, self._rest, self._is_begun = 0, b"", False
         if self._storage.info(self._key) is None:
             hint = listing(place) if "://" not in place else "trainer train ... --metrics FILE"
-            raise StorageError(f"there is no metrics file {place}", hint=hint)
+            raise StorageError(f"no metrics file {place}", hint=hint)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the whole lines that are new; none while a resume puts a file in place of another."""
