@@ -76,6 +76,10 @@ trainer train run.toml
 trainer train run.toml --save s3://bucket/run
 trainer launch --nproc-per-node 1 schedule
 trainer eval trained
+trainer eval trained --tasks none
+trainer watch trained
+trainer verify run.toml --seconds 1e-6 --allow-partial
+trainer verify run.toml --html card.html
 trainer generate trained --prompt x
 trainer schedule
 trainer bench comm

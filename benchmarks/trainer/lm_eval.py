@@ -58,11 +58,11 @@ def compared(output: Path, num_items: int, steps: int, layouts: Sequence[str], r
     peer = peers_results(output)
     rows = []
     for layout in layouts:
-        found = ours(output, layout)
+        results = trainers_own(output, layout)
         for task, metrics in METRICS.items():
-            difference, num_requests = largest_difference(found["samples"][task], peer["samples"][task])
+            difference, num_requests = largest_difference(results["samples"][task], peer["samples"][task])
             for metric in metrics:
-                own, other = (results["results"][task][f"{metric},none"] for results in (found, peer))
+                own, other = (each["results"][task][f"{metric},none"] for each in (results, peer))
                 texts = [f"{value:.4f}" if value < 1e6 else f"{value:.4e}" for value in (own, other)]
                 rows.append([task, layout, metric, *texts, str(num_items), str(num_requests), f"{difference:.2g}"])
                 if (task, metric) == ("demo_choice", "acc"):
@@ -142,16 +142,16 @@ def peers_results(output: Path) -> dict[str, Any]:
     return json.loads((output / "peer.json").read_text())
 
 
-def ours(output: Path, layout: str) -> dict[str, Any]:
+def trainers_own(output: Path, layout: str) -> dict[str, Any]:
     """Return what `trainer eval` finds on a layout such as tp2."""
     axis, size = layout[:2], layout[2:]
-    found, tasks = output / f"{layout}.json", ["--tasks", ",".join(TASKS), "--tasks-path", output / "tasks"]
-    verb = ["eval", output / "run", *tasks, "--output", found, "--train.device", "cpu"]
+    file, tasks = output / f"{layout}.json", ["--tasks", ",".join(TASKS), "--tasks-path", output / "tasks"]
+    verb = ["eval", output / "run", *tasks, "--output", file, "--train.device", "cpu"]
     if size == "1":
         run("trainer", *verb)
     else:
         run("trainer", "launch", "--nproc-per-node", size, *verb, f"--{axis}", size)
-    return json.loads(found.read_text())
+    return json.loads(file.read_text())
 
 
 def largest_difference(own: Sequence[Any], peer: Sequence[Any]) -> tuple[float, int]:

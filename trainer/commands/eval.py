@@ -93,10 +93,10 @@ def run_tasks(options: Options) -> int:
 
 
 def require_output(path: str) -> None:
-    """Raise UserError if there is no folder for a file, before anything is computed."""
+    """Raise UserError if the folder of a file is missing, before anything is computed."""
     if path and not Path(path).absolute().parent.is_dir():
         folder = Path(path).absolute().parent
-        raise UserError(f"cannot write {path}: there is no folder {folder}", hint=f"mkdir -p {quoted(str(folder))}")
+        raise UserError(f"cannot write {path}: the folder {folder} is missing", hint=f"mkdir -p {quoted(str(folder))}")
 
 
 def write_output(path: str, results: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def test_a_missing_package_is_one_line(
         (["--tasks-path", "here"], "tasks_path needs tasks", "--tasks NAME"),
         (["--tasks", "a", "--by", "store"], "by needs an evaluation without tasks", ""),
         (["--tasks", "a", "--set", "b"], "set needs an evaluation without tasks", ""),
-        (["--tasks", "a", "--output", "{}/no/file.json"], "/no/file.json: there is no folder", "mkdir -p"),
+        (["--tasks", "a", "--output", "{}/no/file.json"], "/no/file.json: the folder", "mkdir -p"),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_go_together(
