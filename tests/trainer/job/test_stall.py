@@ -36,13 +36,13 @@ def test_the_end_of_a_chain_of_waits_is_late() -> None:
         sight(2, call="all_reduce", group=WORLD, sequence=2),
         sight(3, stage=1, microbatch=6),
     ]
-    found = stall(*ranks)
-    assert found.late == (3,)
-    assert found.cause_lines == [
+    report = stall(*ranks)
+    assert report.late == (3,)
+    assert report.cause_lines == [
         "late: rank 3 (host node, pid 103): step 5, where it trains, F of stage 1, micro-batch 6, for 50 s; "
         "ranks 1, 2 wait for it"
     ]
-    assert found.hint == "on node: py-spy dump --pid 103 prints where it is in the code"
+    assert report.hint == "on node: py-spy dump --pid 103 prints where it is in the code"
 
 
 def test_who_has_begun_a_call_is_not_waited_for_in_it() -> None:

@@ -135,19 +135,19 @@ def test_a_run_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_on_a_terminal_it_is_drawn_and_ends_with_the_run(tmp_path: Path) -> None:
     write(tmp_path / "m.jsonl", [*(step(number) for number in range(1, 101)), END])
-    ours, theirs = pty.openpty()
+    reader, terminal = pty.openpty()
     command = [sys.executable, "-m", "trainer", "watch", tmp_path / "m.jsonl"]
     environment = os.environ | {"COLUMNS": "80", "LINES": "24", "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
-    with subprocess.Popen(command, stdout=theirs, cwd=ROOT, env=environment) as process:
-        os.close(theirs)
+    with subprocess.Popen(command, stdout=terminal, cwd=ROOT, env=environment) as process:
+        os.close(terminal)
         shown = b""
         while True:
             try:
-                data = os.read(ours, 1 << 16)
+                data = os.read(reader, 1 << 16)
             except OSError:  # its other end is closed
                 break
             shown += data
-        os.close(ours)
+        os.close(reader)
     text = shown.decode()
     assert process.returncode == 0
     assert "step 100/100  over" in text

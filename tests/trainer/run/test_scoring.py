@@ -23,9 +23,9 @@ def scored(rank: int, config: Config, batch_size: int = 16, *, network: Network 
     return Scorer(make_engine(rank, config, network=network), batch_size=batch_size).score(ROWS)
 
 
-def assert_alike(found: list[Score], expected: list[Score], within: float) -> None:
-    assert [score.is_greedy for score in found] == [score.is_greedy for score in expected]
-    assert [score.logprob for score in found] == pytest.approx([score.logprob for score in expected], rel=within)
+def assert_alike(scores: list[Score], expected: list[Score], within: float) -> None:
+    assert [score.is_greedy for score in scores] == [score.is_greedy for score in expected]
+    assert [score.logprob for score in scores] == pytest.approx([score.logprob for score in expected], rel=within)
 
 
 @pytest.mark.parametrize("name", ["llama", "windows", "gpt2"])

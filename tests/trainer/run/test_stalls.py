@@ -39,7 +39,7 @@ def test_the_table_has_what_is_promised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "is_right"),
+    ("output", "is_right"),
     [
         (SAID.format(rank=1, action="F of stage 1"), 1),
         (SAID.format(rank=0, action="F of stage 1"), 0),
@@ -48,6 +48,6 @@ def test_the_table_has_what_is_promised() -> None:
         ("nothing within 120 s", 0),
     ],
 )
-def test_a_report_of_another_place_is_wrong(said: str, is_right: int) -> None:
+def test_a_report_of_another_place_is_wrong(output: str, is_right: int) -> None:
     stalls = importlib.import_module("benchmarks.trainer.stalls")
-    assert stalls.judged(stalls.Case("pp2", 1, "F"), said)[0] == bool(is_right)
+    assert stalls.judged(stalls.Case("pp2", 1, "F"), output)[0] == bool(is_right)

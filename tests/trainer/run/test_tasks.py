@@ -31,7 +31,7 @@ def test_a_missing_package_is_one_line(
         (["--tasks", "a", "--set", "b"], "set needs an evaluation without tasks", ""),
         (["--tasks", "a", "--output", "{}/no/file.json"], "/no/file.json: the folder", "mkdir -p"),
     ],
-)  # fmt: skip
+)
 def test_flags_that_do_not_go_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list, text: str, hint: str
 ) -> None:

@@ -155,11 +155,14 @@ def test_a_resumed_run_says_that_sets_have_changed(
         ("num_samples = 9", "weights = [1]", [], "data.valid_sets[1].weights has 1 entries for 2", ""),
         ("num_samples = 9", 'cache = "c"', [], "data.valid_sets[1].cache needs a store behind a URL", ""),
         (
-            "", "", ["--checkpoint.keep-best", 1, "--checkpoint.keep-best-metric", "val_loss/lo"],
-            "keep_best_metric val_loss/lo is of no validation set", "--checkpoint.keep-best-metric val_loss/low",
+            "",
+            "",
+            ["--checkpoint.keep-best", 1, "--checkpoint.keep-best-metric", "val_loss/lo"],
+            "keep_best_metric val_loss/lo is of no validation set",
+            "--checkpoint.keep-best-metric val_loss/low",
         ),
     ],
-)  # fmt: skip
+)
 def test_sets_that_are_refused(
     folder: Path,
     tmp_path: Path,

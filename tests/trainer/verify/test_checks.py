@@ -128,8 +128,15 @@ def test_schedules_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_failure_names_the_first_tensor_and_the_smallest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """QK-norm gradients that tp does not sum: neither pp nor dp is needed for that."""
     planted("QK-norm gradients are not summed over tp")(monkeypatch)
-    run = run_of("examples/tiny.toml", parallel__tp="2", parallel__dp="2", parallel__pp="2", model__qk_norm="true",
-                 parallel__sequence_parallel="off", train__micro_batch_size="2")  # fmt: skip
+    run = run_of(
+        "examples/tiny.toml",
+        parallel__tp="2",
+        parallel__dp="2",
+        parallel__pp="2",
+        model__qk_norm="true",
+        parallel__sequence_parallel="off",
+        train__micro_batch_size="2",
+    )
     bench, check = bench_of(tmp_path, run), "losses, norms, evaluation"
     result = run_check(check, CHECKS[check], bench)
     assert result.state == "FAILED"
