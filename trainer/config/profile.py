@@ -45,7 +45,12 @@ class ProfileConfig:
 
 
 def profile_faults(profile: ProfileConfig, last: int) -> Iterator[Fault]:
-    """Yield a fault where the range is behind the last step."""
+    """Yield a fault where the range is not one, or is behind the last step."""
+    try:
+        range_of(profile.step_range)
+    except ValueError as reason:
+        yield {"profile.step_range"}, f"profile.step_range must be {reason}, got {profile.step_range!r}"
+        return
     if profile.steps and profile.steps[0] > last:
         text = f"profile.step_range {profile.step_range} is behind the last step, {last}"
         yield {"profile.step_range", "train.train_steps"}, f"{text}: --profile-step-range {max(last - 2, 1)}-{last}"
