@@ -273,7 +273,8 @@ class Run:
         norms = self.engine.norms.by_layer(stats.squares)
         self._log.step(agreed.line(started, stats, self.config.train, step_s=step_s, norms=norms, **rates))
         if not is_alone:
-            self._health.note_step(started.progress.step, step_s - stats.comm_s - stats.bubble_s)
+            waits_s = stats.comm_s + stats.bubble_s + report.fields["checkpoint_stall_s"]
+            self._health.note_step(started.progress.step, step_s - waits_s)
             self._saver.check(int(agreed.num_failed))
         self._stopped_by = int(agreed.stopped_by)
 
