@@ -235,6 +235,14 @@ class Ranks:
         """Return the mean of a value over the ranks; one small collective."""
         return self._reduced([value], dist.ReduceOp.SUM)[0] / self.world_size
 
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor to a rank, which receives it."""
+        dist.send(tensor, to)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor with the next one that a rank sends here."""
+        dist.recv(tensor, source)
+
     def _reduced(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:

@@ -139,7 +139,12 @@ def test_each_stage_of_a_step_is_noted_in_its_order(
     if when == "late":
         request.getfixturevalue("reads_late")
     noted: list[tuple[int, int]] = []
-    monkeypatch.setattr(Ranks, "note", lambda _, step, stage: noted.append((step, STAGES.index(stage))))
+
+    def note(_: Ranks, step: int, stage: str) -> None:
+        if stage in STAGES:  # what only this rank's page says is in between
+            noted.append((step, STAGES.index(stage)))
+
+    monkeypatch.setattr(Ranks, "note", note)
     flags = ["--train-steps", 4, "--train.eval-interval", 2, "--save", tmp_path / "run", "--save-interval", 2]
     assert call("train", job_config, *flags) == 0
     assert noted == sorted(noted)

@@ -22,8 +22,9 @@ WINDOWS = {"window": 2, "window_every": 2}
 def rows_turned(batch: MicroBatch) -> MicroBatch:
     """The same micro-batch with its rows in the other order: as many runs as rows."""
     length, parts = batch.seq_length, {}
-    for name in ("tokens_S", "labels_S", "positions_S", "loss_mask_S"):
-        parts[name] = getattr(batch, name).unflatten(0, (-1, length)).flip(0).flatten()
+    for name in ("tokens_S", "labels_S", "positions_S", "loss_mask_S", "groups_S"):
+        if (x_S := getattr(batch, name)) is not None:
+            parts[name] = x_S.unflatten(0, (-1, length)).flip(0).flatten()
     [run] = batch.runs
     runs = tuple(run[start : start + length] for start in range(len(run) - length, -1, -length))
     return replace(batch, runs=runs, **parts)
