@@ -21,6 +21,8 @@ from trainer.verify.plain_model import logits, train
 from trainer.verify.threads import run_threads
 from trainer.verify.whole import assembled, copied, fill
 
+LONG = [pytest.mark.slow, pytest.mark.ci]
+
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 61, 12, 8, 2, 6
 LAYOUTS_OF_FOUR = [
     (ParallelLayout(tp=2, pp=2), 1, 0),
@@ -150,11 +152,11 @@ def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(mode
     ("model", "first", "second"),
     [
         ("llama", (ParallelLayout(tp=2, pp=2), 1, 0), (ParallelLayout(dp=2, pp=2), 1, 0)),
-        ("gpt2", (ParallelLayout(tp=2, pp=2), 1, 0), (ParallelLayout(dp=2, pp=2), 3, 0)),
+        pytest.param("gpt2", (ParallelLayout(tp=2, pp=2), 1, 0), (ParallelLayout(dp=2, pp=2), 3, 0), marks=LONG),
         ("llama", (ParallelLayout(dp=4), 3, 0), (ParallelLayout(dp=2, pp=2), 2, 0)),
         ("llama", (ParallelLayout(dp=4), 3, 2), (ParallelLayout(tp=2, dp=2), 2, 1)),
-        ("gpt2", (ParallelLayout(dp=4), 1, 0), (ParallelLayout(dp=4), 3, 2)),
-        ("llama", (ParallelLayout(cp=2, dp=2), 3, 0), (ParallelLayout(tp=2, dp=2), 1, 0)),
+        pytest.param("gpt2", (ParallelLayout(dp=4), 1, 0), (ParallelLayout(dp=4), 3, 2), marks=LONG),
+        pytest.param("llama", (ParallelLayout(cp=2, dp=2), 3, 0), (ParallelLayout(tp=2, dp=2), 1, 0), marks=LONG),
         ("gpt2", (ParallelLayout(tp=2, dp=2), 1, 0), (ParallelLayout(cp=4), 3, 0)),
     ],
     ids=str,

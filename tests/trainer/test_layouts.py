@@ -23,9 +23,17 @@ def check(config: Config, num_steps: int) -> None:
     assert_parity(run_threads(layout_of(config).world_size, run_steps, config, num_steps), reference)
 
 
-@settings(examples, max_examples=60)
+@settings(examples, max_examples=20)
 @given(config=configs(layouts(16)))
 def test_random_layouts_of_up_to_16_ranks(config: Config) -> None:
+    check(config, 2 if layout_of(config).world_size <= 6 else 1)
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@settings(examples, max_examples=60)
+@given(config=configs(layouts(16)))
+def test_more_random_layouts(config: Config) -> None:
     check(config, 2 if layout_of(config).world_size <= 6 else 1)
 
 

@@ -106,6 +106,8 @@ def test_one_rank_one_node_and_uneven_nodes(tmp_path: Path, sizes: tuple[int, ..
     assert job.load()[-1].step == 3
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_what_is_not_whole_is_no_step_and_not_in_the_way(tmp_path: Path, capfd: Console) -> None:
     job = Job(tmp_path, replica=False)
     job.save(2, 4)
@@ -144,6 +146,8 @@ def test_a_step_that_is_named_is_looked_for_in_all_places(tmp_path: Path) -> Non
     assert (job.steps(), AnyRun(tmp_path / "slow").steps()) == ([[], [2]], [2])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_roots_of_different_tries_are_not_one_step(tmp_path: Path) -> None:
     one, other = Job(tmp_path / "a", replica=False), Job(tmp_path / "b", replica=False)
     for job in (one, other):

@@ -90,6 +90,8 @@ def test_a_stall_is_reported_once_by_the_first_rank(hosts: tuple[str, ...]) -> N
     assert (stall.step, stall.late) == (4, (1,))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
 def test_progress_of_any_rank_is_progress(hosts: tuple[str, ...]) -> None:
     with ranks(*hosts) as job:
@@ -140,6 +142,8 @@ def test_a_full_queue_of_a_gpu_is_no_work_but_in_the_first_step() -> None:
     thread.join()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_gpu_that_goes_on_is_progress_of_a_host_that_waits_for_it() -> None:
     class Mark:
         is_past = False

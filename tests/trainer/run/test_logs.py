@@ -14,6 +14,8 @@ from trainer.run.logs import rank_file
 PACKAGES = ("tensorboard", "wandb", "mlflow")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_imports_no_package_of_a_sink(job_config: Path, tmp_path: Path) -> None:
     for package in PACKAGES:
         (tmp_path / f"{package}.py").write_text("raise SystemExit(77)")

@@ -23,6 +23,8 @@ from trainer.run.stage_times import random_batch
 from trainer.run.temporaries import temporary_bytes
 from trainer.verify.threads import run_threads
 
+LONG = [pytest.mark.slow, pytest.mark.ci]
+
 
 class Peak(Born):
     """Notes how much of it there was at most."""
@@ -137,8 +139,8 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, **_: Any) -> torch.T
     return torch.empty(len(a.values_RC), len(b.values_RC) * (dtype == torch.bfloat16), dtype=dtype)
 
 
-@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
-@pytest.mark.parametrize("choice", ["none", "full", "selective of mlp"])
+@pytest.mark.parametrize("wgrad", [pytest.param("bf16", marks=LONG), "fp8"])
+@pytest.mark.parametrize("choice", ["none", *(pytest.param(name, marks=LONG) for name in ("full", "selective of mlp"))])
 def test_passes_in_eight_bits_take_what_is_counted(choice: str, wgrad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "quantise", cast)
     monkeypatch.setattr(fp8, "product", product)
