@@ -6,29 +6,35 @@ called sound.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ckptkit import CheckpointReader, ParallelLayout, Root, Run, hash_checkpoint, reshard
 from threefold.storage import open_storage
-from trainer.config import Config, Fp8Config
-from trainer.config.resolve import layout_of
+from trainer.config import Config
+from trainer.config.resolve import kv_replicas, layout_of
 from trainer.data import to_device
 from trainer.verify import plain_model
 from trainer.verify.bench import NUM_STEPS, SAVED_AT, Bench, alone_of, nothing_again
+from trainer.verify.compare import (
+    LOSSES_WITHIN,
+    WEIGHTS_WITHIN,
+    compare_bits,
+    compare_losses,
+    compare_states,
+    compare_tensors,
+)
 from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
-from trainer.verify.shrink import forms_of_cpu
-from trainer.verify.trial import SavedStep, Seen, Stream, Trial, first_weights, read_stream, try_steps, with_stores
+from trainer.verify.shrink import forms_of_cpu, shrunk
+from trainer.verify.trial import SavedStep, Stream, first_weights, read_stream, try_steps, with_stores
 
 State = Literal["ok", "FAILED", "not run", "not needed"]
-LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
 COARSE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2, "fp64": LOSSES_WITHIN}  # relative, of a loss of few steps
 
 
@@ -62,54 +68,14 @@ class Figure:
 
 def losses_and_norms(bench: Bench) -> Figure:
     """Compare losses, gradient norms, counts of tokens and an evaluation of every rank with one process."""
-    largest, expected = 0.0, _numbers(bench.reference.ranks[0])
-    for rank, seen in enumerate(bench.layout.ranks):
-        for (name, own), (_, other) in zip(_numbers(seen), expected, strict=True):
-            gap = abs(own - other) / max(abs(other), 1e-300)
-            if not gap <= LOSSES_WITHIN:
-                raise Different(f"the {name} is {own!r} on rank {rank}, and {other!r} in one process")
-            largest = max(largest, gap)
-    return Figure(f"{largest:.1e}", f"{LOSSES_WITHIN:.0e} relative")
-
-
-def _numbers(seen: Seen) -> list[tuple[str, float]]:
-    """Return what a rank saw, step by step, with names."""
-    steps = enumerate(zip(seen.num_tokens, seen.losses, seen.norms, strict=True), 1)
-    names = ("number of tokens", "loss", "gradient norm")
-    numbers = [(f"{name} of step {step}", value) for step, values in steps for name, value in zip(names, values)]
-    return numbers + list(zip(("loss of an evaluation", "number of tokens of an evaluation"), seen.evaluation))
+    gap = compare_losses(bench.layout, bench.reference)
+    return Figure(f"{gap:.1e}", f"{LOSSES_WITHIN:.0e} relative")
 
 
 def weights(bench: Bench) -> Figure:
     """Compare the weights, masters and moments that all ranks hold together with those of one process."""
     gap = compare_states(bench.layout, bench.reference)
     return Figure(f"{gap:.1e}", f"{WEIGHTS_WITHIN:.0e}")
-
-
-def compare_states(trial: Trial, reference: Trial) -> float:
-    """Return the largest difference of two states; Different names the first tensor that differs, and its ranks."""
-    try:
-        return compare_tensors(trial.whole(), reference.whole())
-    except Different as difference:
-        name = str(difference).partition("[")[0]
-        owners = [rank for rank, seen in enumerate(trial.ranks) if any(piece.name == name for piece in seen.pieces)]
-        held = f"; it is held by ranks {', '.join(map(str, owners[:8]))}" if owners else ""
-        raise Different(f"{difference}{held}") from None
-
-
-def compare_tensors(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of two states; Different names the first tensor that differs."""
-    largest = 0.0
-    if own.keys() != expected.keys():
-        raise Different(f"one of both has not the tensors {', '.join(sorted(own.keys() ^ expected.keys()))}")
-    for name, whole in expected.items():
-        gaps = (own[name] - whole).abs()
-        gap = float(gaps.max())
-        if not gap <= WEIGHTS_WITHIN:
-            place = np.unravel_index(int(gaps.nan_to_num(torch.inf).argmax()), tuple(whole.shape))
-            raise Different(f"{name}{[int(number) for number in place]} differs by {gap:.1e}")
-        largest = max(largest, gap)
-    return largest
 
 
 def plain(bench: Bench) -> Figure:
@@ -186,18 +152,6 @@ def _named(config: Config, other: Config) -> str:
     )
 
 
-def compare_bits(trial: Trial, other: Trial, how: str) -> None:
-    """Raise Different, with how the other is another, if losses, norms or a bit of the state differ."""
-    for name in ("losses", "norms"):
-        for step, (own, expected) in enumerate(zip(getattr(other.ranks[0], name), getattr(trial.ranks[0], name)), 1):
-            if own != expected:
-                raise Different(f"the {name[:-1]} of step {step} is {own!r} with {how}, and {expected!r} without")
-    states = trial.whole(), other.whole()
-    for name, tensor in states[0].items():
-        if not torch.equal(tensor, states[1][name]):
-            raise Different(f"{name} has other bits with {how}")
-
-
 def resume(bench: Bench) -> Figure:
     """Save in the middle, restore in new ranks, and compare the rest with the run that went on, bit by bit."""
     cursor = _root(bench.start).metadata["cursor"]
@@ -254,9 +208,8 @@ def run_precision(bench: Bench) -> Figure:
     precision = bench.run.train.precision
     if precision == "fp64":
         raise NotNeeded("the run is of float64 itself")
-    if bench.run.fp8.recipe != "off":
-        raise NotRun("weights of the small run are no multiples of what shares a scale in eight bits")
-    config = replace(bench.config, train=replace(bench.config.train, precision=precision), fp8=Fp8Config())
+    optim = replace(bench.config.optim, moments=bench.run.optim.moments, master=bench.run.optim.master)
+    config = replace(bench.config, train=replace(bench.config.train, precision=precision), optim=optim)
     trial, largest = try_steps(config, bench.stream, SAVED_AT), 0.0
     for step, (own, expected) in enumerate(zip(trial.ranks[0].losses, bench.reference.ranks[0].losses), 1):
         gap = abs(own - expected) / abs(expected)
@@ -264,6 +217,22 @@ def run_precision(bench: Bench) -> Figure:
             raise Different(f"the loss of step {step} is {own:.6g} in {precision}, and {expected:.6g} in float64")
         largest = max(largest, gap)
     return Figure(f"{largest:.1e}", f"{COARSE[precision]:.0e} relative")
+
+
+def eight_bits(bench: Bench) -> Figure:
+    """Compare the layout with one process where products are in eight bits, in a small run of sizes that have these."""
+    run = bench.run
+    if run.fp8.recipe == "off":
+        raise NotNeeded("no product is in eight bits")
+    if kv_replicas(run) > 1 and run.fp8.recipe != "blockwise":
+        raise NotNeeded("ranks that share key-value heads have other scales than one process")
+    wide = Bench(
+        shrunk(run, max_ranks=layout_of(bench.config).world_size, unit=run.fp8.size), run, bench.folder / "wide"
+    )
+    layout, alone = (wide.trial(1, alone=is_alone) for is_alone in (False, True))
+    gap = compare_losses(layout, alone)
+    compare_states(layout, alone)
+    return Figure(f"{gap:.1e}", f"{LOSSES_WITHIN:.0e} relative")
 
 
 def newest_step(bench: Bench) -> Figure:
@@ -300,6 +269,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "save and reshard": certificate,
     "no wait of the host": host_waits,
     "precision of the run": run_precision,
+    "products in eight bits": eight_bits,
     "schedule, recompute, overlap": schedules,
     "the run's newest step": newest_step,
 }

@@ -11,7 +11,16 @@ from math import gcd, prod
 from typing import Any
 
 from threefold.errors import UserError
-from trainer.config import Config, DataConfig, ModelConfig, OpsConfig, OptimConfig, ParallelConfig, TrainConfig
+from trainer.config import (
+    Config,
+    DataConfig,
+    Fp8Config,
+    ModelConfig,
+    OpsConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from trainer.config.check import cross_faults
 from trainer.config.resolve import gathers_keys, layers_by_hand, longest_row, resolve, resolved_model
 
@@ -41,16 +50,17 @@ class Shrunk:
     changes: tuple[Change, ...]
 
 
-def shrunk(config: Config, *, max_ranks: int = 64) -> Shrunk:
+def shrunk(config: Config, *, max_ranks: int = 64, unit: int = 1) -> Shrunk:
     """Return a resolved run made small, in float64 on a CPU, on at most `max_ranks` ranks.
 
-    Its stores keep their names, which nothing opens. UserError if no small run has the same cuts.
+    Its stores keep their names, which nothing opens. With a `unit` sides of a rank's weights, and its tokens of a
+    micro-batch, are multiples of that, and products in eight bits stay. UserError if no small run has the same cuts.
     """
     model = resolved_model(config.model)
     config = replace(config, model=replace(model, vocab_size=model.vocab_size or VOCAB))
     parallel = _parallel(config, max_ranks)
-    small = replace(config, parallel=parallel, model=_model(config, parallel))
-    train, data = _rows(config, small)
+    small = replace(config, parallel=parallel, model=_model(config, parallel, unit))
+    train, data = _rows(config, small, unit)
     small = Config(
         model=_of_rows(config, small.model, longest_row(replace(small, train=train, data=data))),
         parallel=parallel,
@@ -58,6 +68,7 @@ def shrunk(config: Config, *, max_ranks: int = 64) -> Shrunk:
         train=train,
         optim=_optim(config.optim, small),
         ops=forms_of_cpu(config),
+        fp8=config.fp8 if unit > 1 else Fp8Config(),
     )
     num_ranks = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     if faults := cross_faults(small, num_ranks):
@@ -124,11 +135,11 @@ def _layers_by_hand(pipeline_layout: str, num_stages: int) -> list[int]:
     return [1 + (size > min(sizes)) for size in kept]
 
 
-def _model(config: Config, parallel: ParallelConfig) -> ModelConfig:
+def _model(config: Config, parallel: ParallelConfig, unit: int) -> ModelConfig:
     """Return the model but for its rows."""
     model, heads = config.model, _heads(config, parallel)
-    ratio = model.hidden_size / (model.num_heads * model.head_size)
-    hidden = max(round(heads[0] * HEAD_SIZE * ratio / 2) * 2, HEAD_SIZE)
+    ratio, even, head_size = model.hidden_size / (model.num_heads * model.head_size), max(unit, 2), max(unit, HEAD_SIZE)
+    hidden = max(round(heads[0] * head_size * ratio / even) * even, head_size)
     of_experts: dict[str, Any] = {}
     if model.num_experts:
         each = min(model.num_experts // config.parallel.ep, 2 if parallel.ep > 1 else 4)
@@ -136,7 +147,7 @@ def _model(config: Config, parallel: ParallelConfig) -> ModelConfig:
         of_experts = {
             "num_experts": number,
             "experts_per_token": min(model.experts_per_token, 2, number),
-            "expert_ffn_hidden_size": 2 * parallel.tp,
+            "expert_ffn_hidden_size": even * parallel.tp,
             "num_shared_experts": min(model.num_shared_experts, 2),
             "first_dense_layers": min(model.first_dense_layers, 1),
             "moe_every": min(model.moe_every, 2),
@@ -145,9 +156,9 @@ def _model(config: Config, parallel: ParallelConfig) -> ModelConfig:
         model,
         num_heads=heads[0],
         num_kv_heads=heads[1],
-        head_size=HEAD_SIZE,
+        head_size=head_size,
         hidden_size=hidden,
-        ffn_hidden_size=3 * parallel.tp,
+        ffn_hidden_size=(unit if unit > 1 else 3) * parallel.tp,
         vocab_size=_vocabulary(config, parallel),
         round_vocab_to=min(model.round_vocab_to, 4),
         window_every=min(model.window_every, 2),
@@ -191,7 +202,7 @@ def _vocabulary(config: Config, parallel: ParallelConfig) -> int:
     return size + (config.model.vocab_size % config.parallel.tp > 0 and parallel.tp > 1)
 
 
-def _rows(config: Config, small: Config) -> tuple[TrainConfig, DataConfig]:
+def _rows(config: Config, small: Config, unit: int) -> tuple[TrainConfig, DataConfig]:
     """Return the batch and the stream: rows in ratio, which are cut, and cut evenly, as the run's."""
     train, before, after = config.train, config.parallel, small.parallel
     micro = min(train.micro_batch_size, 2)
@@ -201,10 +212,10 @@ def _rows(config: Config, small: Config) -> tuple[TrainConfig, DataConfig]:
         return length % (2 * sizes.cp) == 0, tokens % sizes.tp == 0, tokens % (sizes.tp * sizes.cp) == 0
 
     def rows(length: int, at_least: int) -> int:
-        unit = after.cp * (2 if gathers_keys(small) else 1)
+        parts = after.cp * (2 if gathers_keys(small) else 1) * unit
         wanted = cuts(length, train.micro_batch_size, before)
-        first = -(-at_least // unit) * unit
-        lengths = range(first, first + 4 * unit * max(after.tp, 2), unit)
+        first = -(-at_least // parts) * parts
+        lengths = range(first, first + 4 * parts * max(after.tp, 2), parts)
         return next((row for row in lengths if cuts(row, micro, after) == wanted), first)
 
     seq_length = rows(train.seq_length, max(ROW, after.cp * after.tp // micro))

@@ -17,6 +17,7 @@ from tests.trainer.verify.test_shrink import run_of
 from trainer.checkpoint import load
 from trainer.config import Config
 from trainer.engine import Engine
+from trainer.linear import fp8
 from trainer.mesh.group import Group
 from trainer.store.optimizers import Updates
 from trainer.verdict import Verdict
@@ -103,6 +104,17 @@ def test_a_fault_is_found_by_its_check(name: str, tmp_path: Path, monkeypatch: p
 def test_bounds_of_documents_are_no_wait(tmp_path: Path) -> None:
     run = run_of("examples/tiny.toml", data__document_mask="true")
     assert run_check("no wait of the host", CHECKS["no wait of the host"], bench_of(tmp_path, run)).state == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_eight_bits_are_compared_in_sizes_that_take_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"fp8__recipe": "tensorwise", "fp8__wgrad": "fp8", "train__precision": "bf16", "parallel__tp": "2"}
+    run, check = run_of("examples/tiny.toml", **flags), "products in eight bits"
+    assert run_check(check, CHECKS[check], bench_of(tmp_path / "sound", run)).state == "ok"
+    monkeypatch.setattr(fp8, "largest_of", lambda magnitudes, groups: magnitudes)
+    result = run_check(check, CHECKS[check], bench_of(tmp_path / "own maxima", run))
+    assert (result.state, "in one process" in result.text) == ("FAILED", True)
 
 
 @pytest.mark.slow
