@@ -104,7 +104,9 @@ class Ranks:
         if self.page is None:
             return
         said = f"{type(error).__name__}: {error}" if error is not None else self.ended_by
-        if (path := end_page(self.page, said or None)) is not None and self.rank == 0:
+        path = end_page(self.page, said or None)
+        is_said = isinstance(error, SystemExit)  # an error that all ranks met was said, and is the job's last line
+        if path is not None and self.rank == 0 and not is_said:
             log(f"what each rank did last is in {path.parent}")
 
     def post_end(self) -> None:
