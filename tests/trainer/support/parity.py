@@ -17,8 +17,8 @@ from trainer.mesh.processes import Processes
 from trainer.model.microbatch import Batch
 from trainer.ops.native import csrc_calls
 from trainer.store.store import ParameterStore
-from trainer.verdict import Outcome, StepStats
 from trainer.verify.recording import Recording
+from trainer.verify.trial import counted_step
 from trainer.verify.whole import assembled, copied
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH = 50257, 16, 16, 1
@@ -134,16 +134,6 @@ def state_bytes(store: ParameterStore) -> int:
     apart = [bucket for bucket in store.buckets if bucket.master.dtype != bucket.parameters.dtype]
     masters = [bucket.master if bucket.low is None else bucket.low for bucket in apart]
     return sum(tensor.numel() * tensor.itemsize for tensor in (*states, *masters))
-
-
-def counted_step(engine: Engine, step: int, batch: Batch) -> StepStats:
-    """Train a step until it counts, with room for the rows that it asked for."""
-    stats = engine.train_step(step, batch)
-    while stats.outcome is Outcome.REPEATED:
-        engine.verdict.repeat()
-        engine.balance.limit.make_room(stats.of_experts["rank_rows"])
-        stats = engine.train_step(step, batch)
-    return stats
 
 
 def run_steps(rank: int, config: Config, num_steps: int, *, network: Network | None = None) -> dict[str, Any]:
