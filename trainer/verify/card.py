@@ -9,6 +9,7 @@ import torch
 
 from ckptkit import git_commit
 from threefold import __version__
+from threefold.masking import masked_values
 from threefold.page import render_page
 from trainer.config import Config
 from trainer.config.resolve import layout_of
@@ -23,8 +24,8 @@ def verdict_of(results: Sequence[Result]) -> str:
 
 
 def card(source: str, run: Config, small: Shrunk, results: Sequence[Result]) -> dict[str, Any]:
-    """Return all that is known of a verification as plain data."""
-    return {
+    """Return all that is known of a verification as plain data, with passwords masked."""
+    known = {
         "verdict": verdict_of(results),
         "source": source,
         "layout": str(layout_of(small.config)),
@@ -35,6 +36,7 @@ def card(source: str, run: Config, small: Shrunk, results: Sequence[Result]) -> 
         "versions": {"threefold": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "commit": git_commit(),
     }
+    return {name: masked_values(value) for name, value in known.items()}
 
 
 def page(known: Mapping[str, Any]) -> str:
