@@ -270,7 +270,6 @@ def _data(data: DataConfig, rows: Callable[[int], int], seq_length: int) -> Data
         data,
         mixture=mixture,
         indices=(),
-        cache="",
         max_epochs=0,
         train_samples=0,
         start_sample=0,

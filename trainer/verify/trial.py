@@ -103,7 +103,7 @@ def with_stores(config: Config, folder: Path) -> Config:
         for each in data.mixture
     )
     stores = tuple(places[source] for source in data.stores or sources)
-    return replace(config, data=replace(data, stores=stores, mixture=mixture))
+    return replace(config, data=replace(data, stores=stores, mixture=mixture, cache=""))
 
 
 def read_stream(config: Config, num_steps: int, *, cursor: Mapping[str, Any] | None = None, first: int = 0) -> Stream:

@@ -27,6 +27,14 @@ def test_a_small_run_is_verified(tmp_path: Path, capsys: Capture) -> None:
     assert "losses, norms, evaluation" in page.read_text()
 
 
+def test_stores_behind_urls_are_not_asked_for_and_passwords_stay_out(tmp_path: Path, capsys: Capture) -> None:
+    card, page = tmp_path / "card.json", tmp_path / "card.html"
+    words = ["--data.stores", "s3://me:secret@host/store", "--data.cache", "/nothing", "--seconds", "1e-6"]
+    code, out, err = printed(main, ["verify", TINY, *words, "--json", str(card), "--html", str(page)], capsys)
+    assert code == 1, err
+    assert "secret" not in out + err + card.read_text() + page.read_text()
+
+
 def test_what_is_not_run_is_not_sound(capsys: Capture) -> None:
     words = ["verify", TINY, "--seconds", "1e-6"]
     code, out, err = printed(main, words, capsys)
