@@ -10,6 +10,7 @@ does.
 """
 
 import argparse
+import inspect
 import statistics
 import sys
 import tempfile
@@ -129,6 +130,7 @@ def step_here(model: TrainedModel, prompts: torch.Tensor, num_tokens: int) -> Ca
 
 def step_of_peer(peer: Any, prompts: torch.Tensor) -> Callable[[], list[int]]:
     """Do the same with the peer, as its `generate` does."""
+    kept = "cache" if "cache" in inspect.signature(peer.forward).parameters else "past_key_values"  # its older name
     with torch.inference_mode():
         out = peer(input_ids=prompts, use_cache=True, logits_to_keep=1)
     tokens, cache = out.logits[:, -1].argmax(-1), out.past_key_values
@@ -136,7 +138,7 @@ def step_of_peer(peer: Any, prompts: torch.Tensor) -> Callable[[], list[int]]:
     def step() -> list[int]:
         nonlocal tokens, cache
         with torch.inference_mode():
-            out = peer(input_ids=tokens[:, None], cache=cache, use_cache=True)
+            out = peer(input_ids=tokens[:, None], **{kept: cache}, use_cache=True)
         tokens, cache = out.logits[:, -1].argmax(-1), out.past_key_values
         return tokens.tolist()
 

@@ -9,16 +9,20 @@ Letters beside those of blocks: B rows, L slots, G = N / K query heads that read
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.model.attention import Attention
 from trainer.model.microbatch import MicroBatch
 from trainer.ops.attention.seam import Backend, Mask, attention
+
+# not cuDNN's, which is the first on new GPUs: it builds a plan for each number of keys, so for each token
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,8 @@ class KeyValueCache:
         for layer, own in zip(self._attentions, self.layers, strict=True):
             layer.context = own
         try:
-            yield
+            with sdpa_kernel(KERNELS) if self.rows_B.is_cuda else nullcontext():  # a setting of all threads
+                yield
         finally:
             for layer, place in zip(self._attentions, places, strict=True):
                 layer.context = place

@@ -1,11 +1,16 @@
 """A Decoder computes a token alone, and continues rows as the whole model does, on any layout."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.support.checks import Different
 from tests.trainer.support.decode_faults import DECODE_FAULTS
-from tests.trainer.support.decoding import PROMPTS, SHAPES, compare_decoding, decoding
+from tests.trainer.support.decoding import PROMPTS, SHAPES, compare_decoding, decode, decoding
 from tests.trainer.support.parity import make_engine
 from tests.trainer.support.training import ROOT
 from trainer.job.ranks import Ranks
@@ -66,3 +71,21 @@ def test_models_of_hugging_face_continue_as_without_what_is_kept(model: str) -> 
             assert tokens == expected
             rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
             tokens = decoder.next(tokens, lambda logits_BV: logits_BV.argmax(-1))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "windows"])
+def test_tokens_on_a_gpu_are_those_of_a_cpu_and_no_plan_is_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, allowed = F.scaled_dot_product_attention, set()
+
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        allowed.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    config = decoding(name, "tp1", "fp32")
+    on_gpu = replace(config, train=replace(config.train, device="cuda"))
+    tokens = [[[row[:2] for row in step] for step in decode(0, each)] for each in (config, on_gpu)]
+    assert tokens[0] == tokens[1]
+    assert allowed == {False, True}  # the CPU asks for none
