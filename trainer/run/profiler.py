@@ -74,7 +74,7 @@ class Profiler:
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
             torch.cuda.synchronize(self._ranks.device)
             torch.cuda.memory._record_memory_history(max_entries=100_000)
-        self._profile = torch.profiler.profile(activities=kinds)
+        self._profile = torch.profiler.profile(activities=kinds, acc_events=True)  # or it warns
         self._profile.start()
 
     def end(self) -> None:
