@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -19,6 +19,7 @@ from trainer.config.foreign.translate import translated
 
 if TYPE_CHECKING:
     from trainer.verify.checks import Result
+    from trainer.verify.faults.fault import Fault
 
 AXES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ep": "ep", "virtual": "virtual_stages"}
 
@@ -27,12 +28,18 @@ AXES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ep": "ep", "virtual": "
 class Options:
     """Options of `trainer verify`."""
 
-    config: str = argument("CONFIG.toml|RUN", "configuration, or a run, whose newest step is restored too", "")
+    config: tuple[str, ...] = argument(
+        "CONFIG.toml|RUN",
+        "configuration, or a run, whose newest step is restored too; with --faults names of faults",
+        (),
+    )
     from_megatron: str = option("", "verify what a command line of Megatron-LM says, or its script", metavar="COMMAND")
     layout: str = option("", "verify another layout than the configuration's", metavar="tp2-pp2-dp2")
     seconds: float = option(60.0, "begin no check after so many seconds", above=0)
     all: bool = option(False, "up to 256 ranks, where otherwise axes are shortened to 64")
     allow_partial: bool = option(False, "exit with 0 though a check was not run")
+    faults: bool = option(False, "plant each named fault in a small run, and say whether its check finds it")
+    list: bool = option(False, "with --faults: print them, and plant none")
     json: str = option("", "write the card as JSON; - prints it", metavar="FILE")
     html: str = option("", "write the card as a page; needs threefold[plot]", metavar="FILE")
     flags: Settings = settings(Config, hidden=ELSEWHERE, foreign=translated)
@@ -41,7 +48,9 @@ class Options:
 def run(options: Options) -> int:
     """Train a small run of the same cuts on ranks that are threads, beside one process in float64: losses, norms,
     weights, samples, resumes, reshards, schedules and precision. Needs no GPU and no store. Exit code 1 if a check
-    failed, or was not run."""
+    failed, or was not run. With --faults each named fault is planted instead: exit code 1 if its check misses one."""
+    if options.faults or options.list:
+        return run_faults(options)
     from trainer.config.resolve import layout_of
     from trainer.verify.bench import Bench
     from trainer.verify.card import card, verdict_of
@@ -51,10 +60,11 @@ def run(options: Options) -> int:
     from trainer.verify.source import open_run_or_file
 
     deadline, max_ranks = perf_counter() + options.seconds, 256 if options.all else 64
-    if bool(options.config) == bool(options.from_megatron):
+    if len(options.config) + bool(options.from_megatron) != 1:
         raise UserError("one of CONFIG.toml, RUN and --from-megatron COMMAND is verified", hint="trainer verify --help")
     check_places(options)
-    source = open_run_or_file(options.config, {**options.flags, **of_layout(options)}, megatron=options.from_megatron)
+    name = "".join(options.config)
+    source = open_run_or_file(name, {**options.flags, **of_layout(options)}, megatron=options.from_megatron)
     config = source.config
     small = shrunk(config, max_ranks=max_ranks)
     log(f"verifying {source.name} as {layout_of(small.config)}, {small.config.model.num_layers} layers")
@@ -72,6 +82,55 @@ def run(options: Options) -> int:
     log(f"the options above are otherwise in the small run; {len(results)} checks: {verdict}")
     write_card(options, card(source.name, config, small, results))
     return EXIT_OK if verdict == "ok" or (verdict == "partial" and options.allow_partial) else EXIT_CHECK_FAILED
+
+
+def run_faults(options: Options) -> int:
+    """Plant named faults, all or those that are named, and report which of them their checks find."""
+    from trainer.verify.faults.named import faults_named
+    from trainer.verify.faults.search import look_for
+
+    check_fault_options(options)
+    faults, deadline = faults_named(options.config), perf_counter() + options.seconds
+    if options.list:
+        rows = [of_fault(fault) for fault in faults]
+        if options.json == "-":
+            print_json(rows)
+        for row in rows if options.json != "-" else ():
+            print_line(
+                f"{row['name']:<30}  {row['check']:<28}  {row['text']}" + f" ({row['peer']})" * bool(row["peer"])
+            )
+        return EXIT_OK
+    findings = []
+    for fault, finding in zip(faults, look_for(faults, deadline), strict=True):
+        findings.append(of_fault(fault) | asdict(finding))
+        line = f"{finding.state:<9}  {finding.name:<30}  {finding.check:<28}"
+        shown = "" if finding.state == "found" else f"  {finding.reason}"
+        (log if options.json == "-" else print_line)(f"{line}{shown} ({finding.seconds:.1f} s)")
+    states = [finding["state"] for finding in findings]
+    log(f"{states.count('found')} of {len(states)} faults are found, {states.count('not run')} were not planted")
+    write_json(options.json, findings)
+    is_well = "NOT FOUND" not in states and ("not run" not in states or options.allow_partial)
+    return EXIT_OK if is_well else EXIT_CHECK_FAILED
+
+
+def check_fault_options(options: Options) -> None:
+    """Raise UserError for an option that has no effect on faults, whose small runs are their own."""
+    if not options.faults:
+        raise UserError("--list is of named faults", hint="trainer verify --faults --list")
+    idle = [f"--{name}" for name in ("layout", "html", "all") if getattr(options, name)]
+    idle += ["--from-megatron"] if options.from_megatron else []
+    idle += [given.flag for given in options.flags.values()]
+    if idle:
+        raise UserError(
+            f"{idle[0]} has no effect on --faults: each is planted in a small run of its own", hint="--faults"
+        )
+    check_places(options)
+
+
+def of_fault(fault: "Fault") -> dict[str, str]:
+    """Return what is known of a fault before it is planted."""
+    layout = str(fault.layout or "one process")
+    return {"name": fault.name, "text": fault.text, "layout": layout, "check": fault.seen_by, "peer": fault.peer}
 
 
 def of_layout(options: Options) -> Settings:
@@ -105,12 +164,19 @@ def write_card(options: Options, known: Mapping[str, Any]) -> None:
     from threefold.page import write_page
     from trainer.verify.card import page
 
-    if options.json == "-":
-        print_json(known)
-    elif options.json:
-        write_page(json.dumps(known, indent=1, default=str) + "\n", options.json)
+    write_json(options.json, known)
     if options.html:
         write_page(page(known), options.html)
+
+
+def write_json(place: str, known: Any) -> None:
+    """Write what is known as JSON: to a file, to stdout for "-", nowhere without a place."""
+    from threefold.page import write_page
+
+    if place == "-":
+        print_json(known)
+    elif place:
+        write_page(json.dumps(known, indent=1, default=str) + "\n", place)
 
 
 def row_of(result: "Result") -> str:

@@ -60,10 +60,10 @@ def compare_tensors(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 def compare_bits(trial: Trial, other: Trial, how: str) -> None:
     """Raise Different, with how the other is another, if losses, norms or a bit of the state differ."""
-    for name in ("losses", "norms"):
-        for step, (own, expected) in enumerate(zip(getattr(other.ranks[0], name), getattr(trial.ranks[0], name)), 1):
+    for name, field in (("loss", "losses"), ("gradient norm", "norms")):
+        for step, (own, expected) in enumerate(zip(getattr(other.ranks[0], field), getattr(trial.ranks[0], field)), 1):
             if own != expected:
-                raise Different(f"the {name[:-1]} of step {step} is {own!r} with {how}, and {expected!r} without")
+                raise Different(f"the {name} of step {step} is {own!r} with {how}, and {expected!r} without")
     states = trial.whole(), other.whole()
     for name, tensor in states[0].items():
         if not torch.equal(tensor, states[1][name]):

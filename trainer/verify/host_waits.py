@@ -75,8 +75,8 @@ def watching_tensors() -> Iterator[None]:
 
 
 def replace_in(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give an owner another attribute until the stack is left."""
-    is_own, before = name in vars(owner), getattr(owner, name)
+    """Give an owner another attribute until the stack is left; what is put back is the very thing that was there."""
+    is_own, before = name in vars(owner), vars(owner).get(name)  # of a class a class method is not what it returns
     stack.callback(setattr, owner, name, before) if is_own else stack.callback(delattr, owner, name)
     setattr(owner, name, value)
 

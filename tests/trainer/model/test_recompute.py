@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.support.parity import local_batch, make_engine
-from tests.trainer.support.recompute_faults import compare_again, dropping
+from tests.trainer.support.recompute import compare_again, dropping
 from tests.trainer.support.training import call
 from trainer.config import Config
 from trainer.linear.weight import Gemm

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require_equal
-from tests.trainer.support.faults import Fault, Patch, wrapping
+from tests.trainer.support.faults import ShownFault
 from tests.trainer.support.fp8 import BATCH, RECIPES, eight_bits
 from tests.trainer.support.parity import assert_parity, local_batch, make_engine, run_steps
 from trainer.config import Config, Fp8Config
@@ -21,6 +21,7 @@ from trainer.model import fp8 as of_model
 from trainer.ops import fp8 as ops
 from trainer.ops.fp8 import Quantised
 from trainer.store.store import ParameterStore
+from trainer.verify.faults.planting import Patch, wrapping
 from trainer.verify.threads import run_threads
 
 NEAR = 0.04  # of a norm: e4m3 has three bits behind the first
@@ -158,62 +159,20 @@ def with_the_head(patch: Patch) -> None:
     patch.setattr(of_model, "linears_of", linears_of)
 
 
-def written_always(real: Any, self: Fp8Gemm, dy: Any, x: Any, *, ends: bool = True) -> None:
-    self.weight.add_gradient(lambda out, first: out.copy_(fp8.product(dy.columns, x.columns, out.dtype)), ends=ends)
-
-
-def tp2() -> None:
-    compare_eight("tensorwise", ParallelLayout(tp=2))
-
-
-def rows_of_tp2() -> None:
-    compare_eight("rowwise", ParallelLayout(tp=2))
-
-
-def cp2() -> None:
-    compare_eight("rowwise", ParallelLayout(cp=2))
-
-
-def dp2() -> None:
-    compare_eight("blockwise", ParallelLayout(dp=2))
-
-
-def own_maxima(patch: Patch) -> None:
-    patch.setattr(fp8, "largest_of", lambda magnitudes, groups: magnitudes)
-
-
-def tokens_of_one(real: Any, self: Recipe, x_RC: Tensor, scaling: Any, over: Any, **options: Any) -> Any:
-    return real(self, x_RC, scaling, (over[0], ()), **options)
-
-
 def finite_always(real: Any, *args: Any, **options: Any) -> Tensor:
     return real(*args, **options).nan_to_num(1.0)
 
 
 FP8_FAULTS = [
-    Fault(
-        "the scale of a neighbouring group", None, wrapping(fp8, "quantise", of_the_neighbour), shows=compare_products
-    ),
-    Fault(
-        "the largest number of fp8 is NaN", None, wrapping(fp8, "quantise", nan_at_the_limit), shows=compare_products
-    ),
-    Fault(
+    ShownFault("the scale of a neighbouring group", wrapping(fp8, "quantise", of_the_neighbour), compare_products),
+    ShownFault("the largest number of fp8 is NaN", wrapping(fp8, "quantise", nan_at_the_limit), compare_products),
+    ShownFault(
         "scales half as large as they must be",
-        None,
         wrapping(ops, "scales_of", lambda real, *a, **o: real(*a, **o) / 2),
-        shows=compare_products,
+        compare_products,
     ),
-    Fault(
-        "an infinity that its scale does not show",
-        None,
-        wrapping(ops, "scales_of", finite_always),
-        shows=compare_spoilt,
-    ),
-    Fault("the largest magnitude of a part of a tensor", None, own_maxima, shows=tp2),
-    Fault("the largest magnitude of a part of a row", None, own_maxima, shows=rows_of_tp2),
-    Fault("the largest magnitude of a rank's own tokens", None, wrapping(Recipe, "cast", tokens_of_one), shows=cp2),
-    Fault("a transposed copy of the values before", None, never_cast_again, shows=compare_copies),
-    Fault("copies of the values before a restore", None, restored_unseen, shows=compare_copies),
-    Fault("the head in eight bits", None, with_the_head, shows=compare_names),
-    Fault("a gradient that overwrites the one before", None, wrapping(Fp8Gemm, "wgrad", written_always), shows=dp2),
+    ShownFault("an infinity that its scale does not show", wrapping(ops, "scales_of", finite_always), compare_spoilt),
+    ShownFault("a transposed copy of the values before", never_cast_again, compare_copies),
+    ShownFault("copies of the values before a restore", restored_unseen, compare_copies),
+    ShownFault("the head in eight bits", with_the_head, compare_names),
 ]

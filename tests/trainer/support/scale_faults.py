@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require, require_equal
-from tests.trainer.support.faults import Fault, Patch
+from tests.trainer.support.faults import ShownFault
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from tests.trainer.support.training import call, curve, hash_of, write_config, write_stores
 from tests.trainer.support.void_faults import counted, metadata, read_too_late, require_same
@@ -19,6 +19,7 @@ from trainer.config import Config
 from trainer.engine import Engine
 from trainer.loss_scale import LARGEST, LossScale
 from trainer.verdict import PendingStats, StepStats, Verdict
+from trainer.verify.faults.planting import Patch
 
 FLAGS = ("--fp16", "--optim.schedule", "constant", "--train-steps", 14)
 SCALE_FLAGS = ("--initial-loss-scale", 2**24, "--loss-scale-window", 4, "--hysteresis", 2)
@@ -168,12 +169,12 @@ def compare_scaler() -> None:
 
 
 SCALE_FAULTS = [
-    Fault("gradients were unscaled twice", None, unscaled_twice, shows=compare_scaled),
-    Fault("the norm was of scaled gradients", None, scaled_norm, shows=compare_scaled),
-    Fault("the scale was read late", None, late_scale, shows=compare_scaled),
-    Fault("the scale was not saved", None, not_saved, shows=compare_resumed),
-    Fault("updates were counted on void steps", None, counted, shows=compare_overflowed),
-    Fault("a void step that is not read yet was an update", None, read_too_late, shows=compare_overflowed),
-    Fault("the scale stayed", None, lost_overflow, shows=compare_scaler),
-    Fault("a void step did not end a window", None, kept_count, shows=compare_scaler),
+    ShownFault("gradients were unscaled twice", unscaled_twice, compare_scaled),
+    ShownFault("the norm was of scaled gradients", scaled_norm, compare_scaled),
+    ShownFault("the scale was read late", late_scale, compare_scaled),
+    ShownFault("the scale was not saved", not_saved, compare_resumed),
+    ShownFault("updates were counted on void steps", counted, compare_overflowed),
+    ShownFault("a void step that is not read yet was an update", read_too_late, compare_overflowed),
+    ShownFault("the scale stayed", lost_overflow, compare_scaler),
+    ShownFault("a void step did not end a window", kept_count, compare_scaler),
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckptkit.model.layout import ParallelLayout
 from tests.support.checks import require, require_equal
-from tests.trainer.support.faults import Fault, Patch
+from tests.trainer.support.faults import ShownFault
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from tests.trainer.support.training import call, curve, write_config, write_stores
 from trainer import data
@@ -23,6 +23,7 @@ from trainer.run.loop import Run
 from trainer.run.started import Intake
 from trainer.store.store import ParameterStore
 from trainer.verdict import Outcome, PendingStats, Verdict
+from trainer.verify.faults.planting import Patch
 
 FLAGS = ("--train-steps", 5, "--optim.schedule", "constant", "--save-interval", 1, "--model.dropout", 0.1)
 
@@ -162,11 +163,9 @@ def kept_progress(patch: Patch) -> None:
 
 
 VOID_FAULTS = [
-    Fault("a void step counted", None, counted, shows=void_in_the_middle),
-    Fault("a void step changed the state", None, changed_state, shows=void_in_the_middle),
-    Fault(
-        "a void step that is not read yet counted", None, read_too_late, shows=partial(void_in_the_middle, is_late=True)
-    ),
-    Fault("a void step's cursor moved", None, moved_cursor, shows=compare_runs),
-    Fault("a void step counted in the progress", None, kept_progress, shows=compare_runs),
+    ShownFault("a void step counted", counted, void_in_the_middle),
+    ShownFault("a void step changed the state", changed_state, void_in_the_middle),
+    ShownFault("a void step that is not read yet counted", read_too_late, partial(void_in_the_middle, is_late=True)),
+    ShownFault("a void step's cursor moved", moved_cursor, compare_runs),
+    ShownFault("a void step counted in the progress", kept_progress, compare_runs),
 ]

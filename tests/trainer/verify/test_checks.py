@@ -1,29 +1,21 @@
 """Each check of a verification finds a fault of its kind, and finds none in a run without one."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 
-from tests.trainer.support.faults import FAULTS as PLANTED
-from tests.trainer.support.faults import Patch, skipping, wrapping
 from tests.trainer.support.layouts import configs, layouts
 from tests.trainer.verify.test_shrink import run_of
-from trainer.checkpoint import load
 from trainer.config import Config
 from trainer.engine import Engine
 from trainer.linear import fp8
-from trainer.mesh.group import Group
-from trainer.store.optimizers import Updates
-from trainer.verdict import Verdict
-from trainer.verify import trial
 from trainer.verify.bench import Bench
 from trainer.verify.checks import CHECKS, run_check, run_checks
+from trainer.verify.faults.named import FAULTS
 from trainer.verify.locate import located
 from trainer.verify.shrink import shrunk
 
@@ -32,70 +24,26 @@ def bench_of(folder: Path, run: Config) -> Bench:
     return Bench(shrunk(run), run, folder)
 
 
-def left_out_on_one(real: Any, self: Group, called: str, *args: Any, **options: Any) -> Any:
-    is_left_out = (called, self.name, self.index) == ("all_reduce", "world", 1)
-    return None if is_left_out else real(self, called, *args, **options)
-
-
-def read_in_the_step(real: Any, self: Verdict, step: int, loss: torch.Tensor, *others: Any) -> Any:
-    loss.item()
-    return real(self, step, loss, *others)
-
-
-def others_in_bf16(real: Any, self: Engine) -> None:
-    real(self)
-    for _, value in self.store.values() if self.dtype == torch.bfloat16 else ():
-        value.mul_(1.5)
-
-
-def planted(name: str) -> Callable[[Patch], None]:
-    return next(fault.plant for fault in PLANTED if fault.name == name)
-
-
-FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
-    "all ranks of dp read the first one's rows": (
-        "samples of each step",
-        wrapping(trial, "open_loader", lambda real, blend, config, _, *more: real(blend, config, 0, *more)),
-        "tokens of sample 2 of step 1",
-    ),
-    "one rank leaves a sum out": (
-        "order of collectives",
-        wrapping(Group, "_call", left_out_on_one),
-        "rank",
-    ),
-    "AdamW counts a step too many": (
-        "one process, plain torch",
-        wrapping(Updates, "update", lambda real, *args, **named: real(*args[:-1], args[-1] + 1, **named)),
-        "the loss of step 2",
-    ),
-    "tokens are counted on this rank alone": ("losses, norms, evaluation", skipping("all_reduce", "dp"), "step 1"),
-    "a rank updates its neighbour's interval": (
-        "weights and moments",
-        planted("a rank updates its neighbour's interval"),
-        "the gradient norm nan",  # of memory that no rank filled
-    ),
-    "a resume leaves moments out": (
-        "resume, the same layout",
-        wrapping(load, "restored_pieces", lambda real, *args, **named: real(*args, with_moments=False)),
-        "a resume at step 2",
-    ),
-    "a step is read back on the host": (
-        "no wait of the host",
-        wrapping(Verdict, "judge", read_in_the_step),
-        "makes the host wait",
-    ),
-    "weights of bf16 are others": ("precision of the run", wrapping(Engine, "initialise", others_in_bf16), "in bf16"),
+TEXTS = {  # of what a check says of a fault, by the fault's name
+    "rows-of-first-rank": "tokens of sample 2 of step 1",
+    "sum-left-out-on-one": "rank",
+    "adamw-count": "the loss of step 2",
+    "tokens-counted-per-rank": "step 1",
+    "neighbours-interval": "the gradient norm nan",  # of memory that no rank filled
+    "moments-left-out": "a resume at step 2",
+    "loss-read-in-step": "makes the host wait",
+    "weights-beside-masters": "in bf16",
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", TEXTS)
 def test_a_fault_is_found_by_its_check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, plant, text = FAULTS[name]
+    fault, text = FAULTS[name], TEXTS[name]
     bench = bench_of(
         tmp_path, run_of("examples/tiny.toml", parallel__dp="2", train__micro_batch_size="2", train__precision="bf16")
     )
-    plant(monkeypatch)
-    result = run_check(check, CHECKS[check], bench)
+    fault.plant(monkeypatch)
+    result = run_check(fault.seen_by, CHECKS[fault.seen_by], bench)
     assert (result.state, text in result.text) == ("FAILED", True), result
 
 
@@ -139,7 +87,7 @@ def test_schedules_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.ci
 def test_a_failure_names_the_first_tensor_and_the_smallest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """QK-norm gradients that tp does not sum: neither pp nor dp is needed for that."""
-    planted("QK-norm gradients are not summed over tp")(monkeypatch)
+    FAULTS["qk-norm-not-summed"].plant(monkeypatch)
     run = run_of(
         "examples/tiny.toml",
         parallel__tp="2",

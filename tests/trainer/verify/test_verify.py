@@ -1,6 +1,7 @@
 """The command: one line a check, a card for a reader or a program, exit codes, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from tests.support.printed import printed
 from tests.trainer.support.training import call, write_config, write_stores
 from trainer.cli import main
+from trainer.verify.faults.named import FAULTS
 
 Capture = pytest.CaptureFixture[str]
 TINY = "examples/tiny.toml"
@@ -52,6 +54,11 @@ def test_what_is_not_run_is_not_sound(capsys: Capture) -> None:
         ([TINY, "--layout", "tp2", "--tp", "4"], "--layout tp2 names all axes, and --tp one of them"),
         ([TINY, "--html", "{}/nowhere/card.html"], "the folder"),
         ([TINY, "--json", "."], "is a folder"),
+        ([TINY, "other.toml"], "is verified"),
+        (["--list"], "--list is of named faults"),
+        (["--faults", "clip-by-ranks"], "no fault is named clip-by-ranks, did you mean clip-by-rank?"),
+        (["--faults", "--layout", "tp2"], "--layout has no effect on --faults"),
+        (["--faults", "--dp", "2"], "--dp has no effect on --faults"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(words: list[str], text: str, tmp_path: Path, capsys: Capture) -> None:
@@ -88,3 +95,26 @@ def test_a_command_of_megatron_is_verified(capsys: Capture) -> None:
     assert "as tp2, 2 layers" in err
     code, _, err = printed(main, ["verify", TINY, *words[1:]], capsys)
     assert (code, "is verified" in err) == (2, True)
+
+
+def test_named_faults_are_listed_and_found(tmp_path: Path, capsys: Capture) -> None:
+    listed = printed(main, ["verify", "--faults", "--list"], capsys)[1].splitlines()
+    assert len(listed) >= 90
+    [line] = [line for line in listed if line.startswith("gradients-doubled")]
+    assert "one process, plain torch" in line
+    assert "NVIDIA/Megatron-LM#6660" in line
+    report = tmp_path / "faults.json"
+    code, out, err = printed(main, ["verify", "--faults", "clip-by-rank", "--json", str(report)], capsys)
+    assert (code, out.split()[:2]) == (0, ["found", "clip-by-rank"])
+    assert "1 of 1 faults are found" in err
+    [known] = json.loads(report.read_text())
+    assert (known["layout"], known["check"], known["state"]) == ("dp2", "losses, norms, evaluation", "found")
+    code, out, _ = printed(main, ["verify", "--faults", "clip-by-rank", "--seconds", "1e-9"], capsys)
+    assert (code, out.split()[:2]) == (1, ["not", "run"])
+
+
+def test_a_fault_that_is_not_found_is_an_error(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    harmless = replace(FAULTS["clip-by-rank"], plant=lambda patch: None)
+    monkeypatch.setitem(FAULTS, "clip-by-rank", harmless)
+    code, out, _ = printed(main, ["verify", "--faults", "clip-by-rank"], capsys)
+    assert (code, out.startswith("NOT FOUND")) == (1, True)

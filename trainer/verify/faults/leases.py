@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 
-from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.faults import DP, Fault, Patch, skipping, wrapping
+from ckptkit import ParallelLayout
 from trainer.store import bucket
 from trainer.store.bucket import Bucket
 from trainer.store.leases import Lease, Leases
 from trainer.store.plan import BucketPlan
 from trainer.store.residence import Residence
 from trainer.store.unit import Border
+from trainer.verify.faults.fault import DP, Fault
+from trainer.verify.faults.planting import Patch, skipping, wrapping
 
 
 def added_always(real: Any, gradient: torch.Tensor) -> Callable[[torch.Tensor, bool], object]:
@@ -40,7 +41,7 @@ def gathering_a_neighbour(real: Any, self: Residence) -> None:
 
 
 def released_at_once(patch: Patch) -> None:
-    """What has been returned is somebody else's."""
+    """Let what was returned be somebody else's."""
 
     def forward(real: Any, self: Border) -> None:
         real(self)
@@ -56,18 +57,57 @@ def released_at_once(patch: Patch) -> None:
     wrapping(Leases, "give_back", give_back)(patch)
 
 
-LEASE_FAULTS = [
-    Fault("gathered parameters are of the step before", DP, wrapping(Leases, "forget", lambda real, self: None), 3),
-    Fault("the wrong block is gathered ahead", DP, wrapping(Residence, "prefetch", gathering_a_neighbour), 3),
-    Fault("parameters are released before they are read", DP, released_at_once, 3,
-          trips="was read outside of the passes"),
-    Fault("parameters that are cut are not gathered", DP, skipping("all_gather", "dp"), 3),
-    Fault("the sum of a pass begins with the first gradient", DP, never_late, 2),
-    Fault("the sum of a micro-batch is written over that of the one before", DP,
-          wrapping(bucket, "add_or_write", written_always), 2),
-    Fault("the sum of a step's first micro-batch is added to the last step's", DP,
-          wrapping(bucket, "add_or_write", added_always), 2),
-    Fault("memory is leased again before its sum has ended", DP, wrapping(Lease, "settle", lambda real, self: None), 2),
-    Fault("a matrix that two stages hold is cut", ParallelLayout(pp=2, dp=2),
-          wrapping(BucketPlan, "is_cut", lambda real, self, num_holders, *others: num_holders > 1), 3),
-]  # fmt: skip
+LEASE_FAULTS = (
+    Fault(
+        "gathered-stale",
+        "gathered parameters are of the step before",
+        DP,
+        wrapping(Leases, "forget", lambda real, self: None),
+        3,
+    ),
+    Fault(
+        "wrong-block-ahead",
+        "the wrong block is gathered ahead",
+        DP,
+        wrapping(Residence, "prefetch", gathering_a_neighbour),
+        3,
+    ),
+    Fault(
+        "released-early",
+        "parameters are released before they are read",
+        DP,
+        released_at_once,
+        3,
+        trips="was read outside of the passes",
+    ),
+    Fault("cut-not-gathered", "parameters that are cut are not gathered", DP, skipping("all_gather", "dp"), 3),
+    Fault("pass-sum-begins-early", "the sum of a pass begins with the first gradient", DP, never_late, 2),
+    Fault(
+        "pass-sum-overwrites",
+        "the sum of a micro-batch is written over that of the one before",
+        DP,
+        wrapping(bucket, "add_or_write", written_always),
+        2,
+    ),
+    Fault(
+        "step-sum-added",
+        "the sum of a step's first micro-batch is added to the last step's",
+        DP,
+        wrapping(bucket, "add_or_write", added_always),
+        2,
+    ),
+    Fault(
+        "leased-before-sum-ended",
+        "memory is leased again before its sum has ended",
+        DP,
+        wrapping(Lease, "settle", lambda real, self: None),
+        2,
+    ),
+    Fault(
+        "two-stages-cut",
+        "a matrix that two stages hold is cut",
+        ParallelLayout(pp=2, dp=2),
+        wrapping(BucketPlan, "is_cut", lambda real, self, num_holders, *others: num_holders > 1),
+        3,
+    ),
+)
