@@ -183,7 +183,8 @@ def reported(case: Case, folder: Path) -> str:
     launch = [sys.executable, "-m", "trainer", "launch", "--nproc-per-node", str(case.num_ranks), __file__]
     command = [*launch, "train", str(folder / "job.toml"), *case.flags, *evaluates]
     planted = json.dumps([case.layout, case.rank, case.place, case.how, case.microbatch, str(folder)])
-    environment = os.environ | {PLANTED: planted, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    python_path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {PLANTED: planted, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
