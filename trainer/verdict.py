@@ -88,7 +88,7 @@ class PendingStats:
 
         `waits` returns the waits of the step once it is done; `note` takes the voids that are read.
         """
-        self._numbers, self._lr, self._waits = torch.cat([numbers, *others]).to("cpu", non_blocking=True), lr, waits
+        self._numbers, self._lr, self._waits = on_host_later(torch.cat([numbers, *others])), lr, waits
         self._note, self._sizes = note, [len(other) for other in others]
         self.ended = Moment(numbers.device)
 
@@ -120,6 +120,11 @@ class PendingStats:
             loss, norm, self._lr, int(num_tokens), **waited, **passed, outcome=Outcome(int(outcome)), voids=int(voids),
             scale=tuple(scale if scale[0] else ()), loads=loads, shares=shares, squares=squares,
         )  # fmt: skip
+
+
+def on_host_later(numbers: Tensor) -> Tensor:
+    """Begin to copy numbers to the host; those of a step that has only shapes are nowhere."""
+    return numbers if numbers.is_meta else numbers.to("cpu", non_blocking=True)
 
 
 class Verdict:

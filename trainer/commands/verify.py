@@ -1,27 +1,23 @@
 """`trainer verify`: prove on a CPU that a layout changes no number of a run."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from threefold.cli import print_json, print_line
 from threefold.console import log
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from threefold.flags import Settings, settings
-from threefold.options import FlagText, argument, option
-from trainer.commands.shared import ELSEWHERE
+from threefold.options import argument, option
+from trainer.commands.shared import ELSEWHERE, check_places, of_layout, write_json
 from trainer.config import Config
 from trainer.config.foreign.translate import translated
 
 if TYPE_CHECKING:
     from trainer.verify.checks import Result
     from trainer.verify.faults.fault import Fault
-
-AXES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ep": "ep", "virtual": "virtual_stages"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +47,10 @@ def run(options: Options) -> int:
     failed, or was not run. With --faults each named fault is planted instead: exit code 1 if its check misses one."""
     if options.faults or options.list:
         return run_faults(options)
+    from threefold.page import write_page
     from trainer.config.resolve import layout_of
     from trainer.verify.bench import Bench
-    from trainer.verify.card import card, verdict_of
+    from trainer.verify.card import card, page, verdict_of
     from trainer.verify.checks import run_checks
     from trainer.verify.locate import located
     from trainer.verify.shrink import shrunk
@@ -62,9 +59,10 @@ def run(options: Options) -> int:
     deadline, max_ranks = perf_counter() + options.seconds, 256 if options.all else 64
     if len(options.config) + bool(options.from_megatron) != 1:
         raise UserError("one of CONFIG.toml, RUN and --from-megatron COMMAND is verified", hint="trainer verify --help")
-    check_places(options)
+    check_places(options.json, options.html)
     name = "".join(options.config)
-    source = open_run_or_file(name, {**options.flags, **of_layout(options)}, megatron=options.from_megatron)
+    flags = {**options.flags, **of_layout(options.layout, options.flags)}
+    source = open_run_or_file(name, flags, megatron=options.from_megatron)
     config = source.config
     small = shrunk(config, max_ranks=max_ranks)
     log(f"verifying {source.name} as {layout_of(small.config)}, {small.config.model.num_layers} layers")
@@ -80,7 +78,10 @@ def run(options: Options) -> int:
     for change in small.changes:
         log(f"  {change}")
     log(f"the options above are otherwise in the small run; {len(results)} checks: {verdict}")
-    write_card(options, card(source.name, config, small, results))
+    known = card(source.name, config, small, results)
+    write_json(options.json, known)
+    if options.html:
+        write_page(page(known), options.html)
     return EXIT_OK if verdict == "ok" or (verdict == "partial" and options.allow_partial) else EXIT_CHECK_FAILED
 
 
@@ -124,59 +125,13 @@ def check_fault_options(options: Options) -> None:
         raise UserError(
             f"{idle[0]} has no effect on --faults: each is planted in a small run of its own", hint="--faults"
         )
-    check_places(options)
+    check_places(options.json, options.html)
 
 
 def of_fault(fault: "Fault") -> dict[str, str]:
     """Return what is known of a fault before it is planted."""
     layout = str(fault.layout or "one process")
     return {"name": fault.name, "text": fault.text, "layout": layout, "check": fault.seen_by, "peer": fault.peer}
-
-
-def of_layout(options: Options) -> Settings:
-    """Return the flags that mean the same as a layout: axes that it does not name are 1."""
-    from ckptkit import ParallelLayout
-
-    if not options.layout:
-        return {}
-    sizes = ParallelLayout.named_sizes(options.layout)
-    if beside := [flag for name in AXES.values() if (flag := options.flags.get(f"parallel.{name}"))]:
-        raise UserError(f"--layout {options.layout} names all axes, and {beside[0].flag} one of them", hint="--layout")
-    etp = {"parallel.etp": str(sizes["etp"])} if "etp" in sizes else {}
-    texts = {f"parallel.{key}": str(sizes.get(axis, 1)) for axis, key in AXES.items()} | etp
-    return {key: FlagText(text, "--layout") for key, text in texts.items()}
-
-
-def check_places(options: Options) -> None:
-    """Raise UserError if the card cannot be where it is asked for."""
-    from threefold.packages import require
-    from threefold.page import check_page_path
-
-    if options.html:
-        require("jinja2", "a page")
-    for path in (options.json, options.html):
-        if path not in ("", "-"):
-            check_page_path(path)
-
-
-def write_card(options: Options, known: Mapping[str, Any]) -> None:
-    """Write the card where it is asked for."""
-    from threefold.page import write_page
-    from trainer.verify.card import page
-
-    write_json(options.json, known)
-    if options.html:
-        write_page(page(known), options.html)
-
-
-def write_json(place: str, known: Any) -> None:
-    """Write what is known as JSON: to a file, to stdout for "-", nowhere without a place."""
-    from threefold.page import write_page
-
-    if place == "-":
-        print_json(known)
-    elif place:
-        write_page(json.dumps(known, indent=1, default=str) + "\n", place)
 
 
 def row_of(result: "Result") -> str:

@@ -140,8 +140,11 @@ def runs_of(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def read_ends(ends_E: Tensor) -> list[int]:
-    """Return the ends of rows on the host, which waits for them if they are on a GPU: nothing else here reads any."""
-    ends: list[int] = ends_E.tolist()
+    """Return the ends of rows on the host, which waits for them if they are on a GPU: nothing else here reads any.
+
+    Tensors that have only shapes have no rows.
+    """
+    ends: list[int] = [0] * len(ends_E) if ends_E.is_meta else ends_E.tolist()
     return ends
 
 

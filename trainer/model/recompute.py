@@ -68,14 +68,21 @@ class Region:
 def _kept_as_node(reads: Sequence[Tensor]) -> Iterator[None]:
     """Let what saves one of these tensors inside keep the node of the graph that makes them again."""
     node = reads[0].grad_fn
-    numbers = {(read.data_ptr(), read.shape): number for number, read in enumerate(reads)}
+    numbers = {_place(read): number for number, read in enumerate(reads)}
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        number = numbers.get((saved.data_ptr(), saved.shape)) if saved.numel() else None  # else all are at one place
+        number = numbers.get(_place(saved)) if saved.numel() else None  # else all are at one place
         return saved if number is None else partial(_read, node, number)
 
     with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, Tensor) else packed()):
         yield
+
+
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    """Return where a tensor is; what has only a shape has a storage without an address."""
+    if tensor.is_meta:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+    return tensor.data_ptr(), 0, tensor.shape
 
 
 def _read(node: Any, number: int) -> Tensor:

@@ -77,6 +77,8 @@ def has_cuda() -> bool:
 @cache
 def lacks_kernels(device: torch.device) -> str | None:
     """Return why the native ops cannot run on a device, None if they can; plain torch takes their place there."""
+    if device.type == "meta":
+        return "nothing is computed there"
     if device.type != "cuda":
         return None
     if not has_cuda():

@@ -170,7 +170,7 @@ class Exchanged:
         experts_SK = self.tokens.gather(experts_TK)()
         sent_R, counts = ops.sort(experts_SK, num_experts)
         counts_GE = self.ep.start_exchange(counts.view(self.ep.size, -1)).wait()  # of ranks, of this one's experts
-        sizes = torch.stack([counts.view(self.ep.size, -1).sum(1), counts_GE.sum(1)]).cpu()  # the host waits
+        sizes = self._sizes(counts, counts_GE, experts_SK.numel())
         experts_E, num_rows = torch.arange(counts_GE.shape[1], device=counts.device), sum(sizes[1].tolist())
         experts_GE = experts_E.repeat(self.ep.size)
         experts_R = experts_GE.repeat_interleave(counts_GE.flatten(), output_size=num_rows)  # in the order of arrival
@@ -202,6 +202,13 @@ class Exchanged:
 
     def used(self, routes: Routes) -> Tensor | None:
         return None
+
+    def _sizes(self, counts_E: Tensor, counts_GE: Tensor, num_rows: int) -> Tensor:
+        """Return how many rows go to each rank and come from it, on the host, which waits; evenly if nobody counted."""
+        if counts_E.is_meta:
+            even_G = (num_rows + self.ep.size - 1 - torch.arange(self.ep.size)) // self.ep.size
+            return torch.stack([even_G, even_G[self.ep.index].expand(self.ep.size)])
+        return torch.stack([counts_E.view(self.ep.size, -1).sum(1), counts_GE.sum(1)]).cpu()
 
     def _exchange(self, sent: Tensor, routes: Routes) -> Coming:
         """Begin to bring what each rank sends, in the order of ranks."""

@@ -21,13 +21,15 @@ class Call(NamedTuple):
 class Recording:
     """The calls of one rank; groups of one rank make none."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, note: Callable[[Call], object] | None = None) -> None:
+        """Hand each call to `note`, by default to keep it among `calls`."""
         self._network, self.world_size = network, network.world_size
         self.calls: list[Call] = []
+        self._note = note or self.calls.append
 
     def connect(self, name: str, ranks: Sequence[int]) -> Transport | None:
         transport = self._network.connect(name, ranks)
-        return None if transport is None else cast(Transport, Recorded(transport, name, self.calls))
+        return None if transport is None else cast(Transport, Recorded(transport, name, self._note))
 
     def counts(self) -> Counter[tuple[str, str]]:
         """Return how often each kind was called on each group."""
@@ -37,15 +39,15 @@ class Recording:
 class Recorded:
     """A transport whose calls are noted."""
 
-    def __init__(self, transport: Transport, group: str, calls: list[Call]) -> None:
-        self._transport, self._group, self._calls = transport, group, calls
+    def __init__(self, transport: Transport, group: str, note: Callable[[Call], object]) -> None:
+        self._transport, self._group, self._note = transport, group, note
 
     def __getattr__(self, kind: str) -> Callable[..., Any]:
         carry = getattr(self._transport, kind)
 
         def call(tensor: Tensor | Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
             tensors = [tensor] if isinstance(tensor, Tensor) else tensor
-            self._calls.append(Call(kind, self._group, sum(each.numel() * each.itemsize for each in tensors)))
+            self._note(Call(kind, self._group, sum(each.numel() * each.itemsize for each in tensors)))
             return carry(tensor, *arguments, **options)
 
         return call
