@@ -29,7 +29,8 @@ FOLDERS = {
     "trainer": [
         "config", "job", "mesh", "ops",
         "linear", "store", "parallel", "model",
-        "pipeline", "loss_scale", "verdict", "engine", "data", "observe", "checkpoint", "run", "verify", "plan", "commands",
+        "pipeline", "loss_scale", "verdict", "engine", "data", "observe", "checkpoint", "run", "verify", "plan",
+        "commands",
     ],
 }  # fmt: skip
 # a folder that imports a higher one: "the folder -> the higher one"

@@ -1,6 +1,6 @@
 """`trainer explain`: show which rank holds, sends and keeps what in a run."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,36 +58,27 @@ def print_known(config: Config, known: Mapping[str, Any]) -> None:
     from trainer.pipeline.draw import draw
     from trainer.plan.explained import timeline_of
 
-    columns = ("tensor", "whole", "here", "held by", "keeps", "updates")
-    rows = [
-        (row["tensor"], shape_text(row["shape"]), row["held"], row["holders"], row["keeps"], row["updates"])
-        for row in known["tensors"]
-    ]
-    print_table(columns, rows, left=columns)
-    if known["groups"]:
-        print_line("")
-        rows = [(row["group"], str(row["size"]), members_text(row["ranks"])) for row in known["groups"]]
-        print_table(("group", "ranks", "members"), rows, left=("group", "members"))
-    print_line("")
+    titles = ("tensor", "whole", "here", "held by", "keeps", "updates")
+    fields = ("tensor", "shape", "held", "holders", "keeps", "updates")
+    print_rows(dict(zip(fields, titles, strict=True)), known["tensors"], counts=())
+    print_rows({"group": "group", "size": "ranks", "ranks": "members"}, known["groups"], counts=("ranks",))
     for line in draw(timeline_of(config)).splitlines():
         print_line(line)
-    if known["transfers"]:
+    print_line("")
+    names = ("pp", "kind", "group", "reason", "calls", "bytes")
+    print_rows(dict(zip(names, names, strict=True)), known["transfers"], counts=("pp", "calls", "bytes"))
+
+
+def print_rows(titles: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, counts: Collection[str]) -> None:
+    """Print a table of some fields of rows, and an empty line; nothing without rows."""
+    if rows:
+        cells = [[cell_text(row[name]) for name in titles] for row in rows]
+        print_table(list(titles.values()), cells, left=[title for title in titles.values() if title not in counts])
         print_line("")
-        names = ("pp", "kind", "group", "reason", "calls", "bytes")
-        rows = [tuple(cell_text(row[name]) for name in names) for row in known["transfers"]]
-        print_table(names, rows, left=("kind", "group", "reason"))
 
 
 def cell_text(value: object) -> str:
-    """Return a cell of a table."""
+    """Return a cell of a table, of a long list its first numbers."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value[:16])) + (", ..." if len(value) > 16 else "")
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def shape_text(shape: list[int]) -> str:
-    """Return a shape, as 128 x 64."""
-    return " x ".join(map(str, shape))
-
-
-def members_text(ranks: list[int]) -> str:
-    """Return the first ranks of a group."""
-    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")

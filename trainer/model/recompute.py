@@ -78,7 +78,7 @@ def _kept_as_node(reads: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+def _place(tensor: Tensor) -> tuple[int, object, torch.Size]:
     """Return where a tensor is; what has only a shape has a storage without an address."""
     if tensor.is_meta:
         return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

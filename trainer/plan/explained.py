@@ -162,8 +162,8 @@ def schedule_rows(config: Config) -> list[dict[str, Any]]:
 def transfer_rows(pp: int, trace: Trace) -> list[dict[str, Any]]:
     """Return what a rank of a pipeline rank calls in a step, by kind, group and reason."""
     names = ("kind", "group", "reason", "calls", "bytes")
-    rows = [dict(zip(names, total, strict=True)) for total in totals(trace.moves)]
-    return [{"pp": pp, **row} for row in sorted(rows, key=lambda row: -row["bytes"])]
+    rows = sorted(totals(trace.moves), key=lambda total: -total[-1])
+    return [{"pp": pp, **dict(zip(names, total, strict=True))} for total in rows]
 
 
 def page(known: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ def test_a_layout_is_explained(tmp_path: Path, capsys: Capture) -> None:
     assert (head["held"], head["holders"]) == ("[16384:32768, 0:768]", "dp")
     assert {row["group"]: row["ranks"] for row in known["groups"]}["tp"] == [4, 5]
     sends = [row for row in known["transfers"] if row["kind"] == "send" and row["pp"] == 0]
-    assert [(row["group"], row["reason"], row["calls"]) for row in sends] == [("activations", "between stages", 2)]
+    assert [(row["group"], row["reason"], row["calls"]) for row in sends] == [("activations", "between stages", 4)]
     assert "[16384:32768, 0:768]" in page.read_text()
     assert "sums of gradients" in out
 
