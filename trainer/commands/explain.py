@@ -9,7 +9,7 @@ from threefold.console import log, print_table
 from threefold.errors import EXIT_OK, UserError
 from threefold.flags import Settings, settings
 from threefold.options import argument, option
-from trainer.commands.shared import ELSEWHERE, check_places, of_layout, write_known
+from trainer.commands.shared import ELSEWHERE, check_places, of_layout, write_json
 from trainer.config import Config
 from trainer.config.foreign.translate import translated
 
@@ -31,6 +31,7 @@ def run(options: Options) -> int:
     """Print the tensors of a rank with their cuts, its groups, the schedule, and what a step transfers in bytes, by
     kind, group and reason. The step's own code runs on tensors that have only shapes: no GPU, no store and no memory
     are needed. Bytes are those of the tensors that a rank hands to each call."""
+    from threefold.page import write_page
     from trainer.config.resolve import layout_of
     from trainer.plan.explained import explained, page, with_known_vocabulary
     from trainer.verify.source import open_run_or_file
@@ -49,7 +50,9 @@ def run(options: Options) -> int:
     if options.json != "-":
         log(f"{source.name} as {layout_of(config)}, on {known['world_size']} ranks")
         print_known(config, known)
-    write_known(options.json, options.html, known, page)
+    write_json(options.json, known)
+    if options.html:
+        write_page(page(known), options.html)
     return EXIT_OK
 
 
