@@ -30,6 +30,14 @@ def recorded_config(root: Root) -> Config:
     return resolve(config, ranks_a_sample(config) * max(config.parallel.dp, 1))
 
 
+def with_saved_vocabulary(config: Config, root: Root) -> Config:
+    """Return a configuration, one without the size of its vocabulary with that of a step's embedding."""
+    if config.model.vocab_size or "embed.weight" not in root.tensors:
+        return config
+    vocab_size = root.tensors["embed.weight"].shape[0]
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
 def changes_of_run(root: Root, before: Config, now: Config, device: torch.device) -> list[str]:
     """Return sentences on what differs from the run that saved a step."""
     was = settled(before, before)  # also what the run of that step took without recording it

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit import HfFolder, Root, Run, open_source
 from threefold.flags import Settings
-from trainer.checkpoint.changes import recorded_config
+from trainer.checkpoint.changes import recorded_config, with_saved_vocabulary
 from trainer.checkpoint.load import restore_step
 from trainer.config import Config
 from trainer.config.resolve import settled
@@ -52,10 +52,7 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
     source = config_path or f"the configuration in step {step} of {run.storage.url}"
     given = None if config_path else ()
     checked = config_from(tables, flags, source=source, world_size=world_size, written=given)
-    config = settled(checked, recorded_config(root))
-    if not config.model.vocab_size and "embed.weight" in root.tensors:
-        vocab_size = root.tensors["embed.weight"].shape[0]
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    config = with_saved_vocabulary(settled(checked, recorded_config(root)), root)
     stores = (*config.data.stores, *config.data.valid_stores)
     if config.data.valid.order == "permuted":  # the training set is not read, and may be gone by now
         data = dataclasses.replace(config.data, stores=(), weights=(), mixture=())

@@ -8,6 +8,7 @@ from ckptkit import open_source
 from threefold.errors import UserError
 from threefold.flags import Settings
 from threefold.options import FlagText
+from trainer.checkpoint.changes import with_saved_vocabulary
 from trainer.config import Config, ValidConfig
 from trainer.config.foreign.conversion import Conversion, source_of
 from trainer.config.walk import config_from, load_config
@@ -55,7 +56,4 @@ def _newest(url: str, flags: Settings) -> Source:
     tables["train"] = {**tables.get("train", {}), "gradient_accumulation_steps": 0}  # which follows from the layout
     name = f"step {step} of {url}"
     config = config_from(tables, flags, source=f"the configuration in {name}", world_size=None, written=())
-    if not config.model.vocab_size and "embed.weight" in root.tensors:
-        vocab_size = root.tensors["embed.weight"].shape[0]
-        config = replace(config, model=replace(config.model, vocab_size=vocab_size))
-    return Source(config, name, SavedStep(url, step))
+    return Source(with_saved_vocabulary(config, root), name, SavedStep(url, step))
