@@ -18,6 +18,7 @@ from trainer.config.foreign.translate import translated
 if TYPE_CHECKING:
     from trainer.verify.checks import Result
     from trainer.verify.faults.fault import Fault
+    from trainer.verify.shrink import Shrunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Options:
     seconds: float = option(60.0, "begin no check after so many seconds", above=0)
     all: bool = option(False, "up to 256 ranks, where otherwise axes are shortened to 64")
     allow_partial: bool = option(False, "exit with 0 though a check was not run")
+    seeds: str = option("", "run the layout in orders drawn from these seeds, and compare bits", metavar="FIRST-LAST")
     faults: bool = option(False, "plant each named fault in a small run, and say whether its check finds it")
     list: bool = option(False, "with --faults: print them, and plant none")
     json: str = option("", "write the card as JSON; - prints it", metavar="FILE")
@@ -44,7 +46,8 @@ class Options:
 def run(options: Options) -> int:
     """Train a small run of the same cuts on ranks that are threads, beside one process in float64: losses, norms,
     weights, samples, resumes, reshards, schedules and precision. Needs no GPU and no store. Exit code 1 if a check
-    failed, or was not run. With --faults each named fault is planted instead: exit code 1 if its check misses one."""
+    failed, or was not run. With --faults each named fault is planted instead: exit code 1 if its check misses one. With
+    --seeds the layout runs in drawn orders: exit code 1 if one has other bits, or a rare situation never came up."""
     if options.faults or options.list:
         return run_faults(options)
     from threefold.page import write_page
@@ -66,6 +69,8 @@ def run(options: Options) -> int:
     config = source.config
     small = shrunk(config, max_ranks=max_ranks)
     log(f"verifying {source.name} as {layout_of(small.config)}, {small.config.model.num_layers} layers")
+    if options.seeds:
+        return run_seeds(options, small, config, deadline)
     results: list[Result] = []
     with TemporaryDirectory(prefix="trainer-verify-") as folder:
         bench = Bench(small, config, Path(folder), source.start)
@@ -83,6 +88,35 @@ def run(options: Options) -> int:
     if options.html:
         write_page(page(known), options.html)
     return EXIT_OK if verdict == "ok" or (verdict == "partial" and options.allow_partial) else EXIT_CHECK_FAILED
+
+
+def run_seeds(options: Options, small: "Shrunk", run: Config, deadline: float) -> int:
+    """Run a range of seeds until the deadline, and add what they came to to the report that is there."""
+    from trainer.verify.bench import Bench
+    from trainer.verify.seeds import try_seed
+    from trainer.verify.tally import Tally, range_of
+
+    if options.html:
+        raise UserError("--html is of the checks, and has no effect on --seeds", hint="trainer verify --help")
+    (first, last), results = range_of(options.seeds), []
+    tally = Tally.read(options.json, small.config)
+    tally.refuse_again(first, last)
+    with TemporaryDirectory(prefix="trainer-verify-") as folder:
+        bench = Bench(small, run, Path(folder))
+        for seed in range(first, last + 1):
+            if perf_counter() >= deadline:
+                break
+            results.append(try_seed(bench, seed))
+            if results[-1].text:
+                (log if options.json == "-" else print_line)(f"FAILED  seed {seed}: {results[-1].text}")
+    tally = tally.added(results)
+    for name, number in tally.situations.items() if options.json != "-" else ():
+        print_line(f"{number:>10,}  {name}")
+    write_json(options.json, tally.to_json())
+    is_whole = len(results) == last - first + 1 and not tally.never
+    rest = "" if len(results) == last - first + 1 else f"; time was over before seed {first + len(results)}"
+    log(f"{tally.num_seeds:,} seeds, {len(tally.failed)} with other bits or an error{rest}")
+    return EXIT_OK if not tally.failed and (is_whole or options.allow_partial) else EXIT_CHECK_FAILED
 
 
 def run_faults(options: Options) -> int:
@@ -118,7 +152,7 @@ def check_fault_options(options: Options) -> None:
     """Raise UserError for an option that has no effect on faults, whose small runs are their own."""
     if not options.faults:
         raise UserError("--list is of named faults", hint="trainer verify --faults --list")
-    idle = [f"--{name}" for name in ("layout", "html", "all") if getattr(options, name)]
+    idle = [f"--{name}" for name in ("layout", "html", "all", "seeds") if getattr(options, name)]
     idle += ["--from-megatron"] if options.from_megatron else []
     idle += [given.flag for given in options.flags.values()]
     if idle:

@@ -1,29 +1,25 @@
 """Ranks as threads of one process, of which one at a time runs: a network for many ranks without a launcher.
 
-A rank runs until it must wait for others; then the next that can go on does. So the order of everything is always the
-same, threads never fight for the interpreter, and when no rank can go on that is an error at once, which says what each
-waits for. Sums are in order of rank. A send is waited for until it was received, and read only then, as NCCL may.
+A rank runs until it must wait for others; then the next that can go on does: see `turns`. So the order of everything
+is always the same, threads never fight for the interpreter, and when no rank can go on that is an error at once. Sums
+are in order of rank. A send is waited for until it was received, and read only then, as NCCL may.
 """
 
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.verify.turns import Deadlock as Deadlock
+from trainer.verify.turns import Died, FirstCome, Transfer, Turns
+
 _wrapped: dict[tuple[type, str], tuple[int, Any]] = {}  # how many ranks wrap a method, and what it was
-
-
-class Deadlock(Exception):
-    """No rank can go on."""
-
-
-class Stopped(Exception):
-    """Another rank failed."""
 
 
 @contextmanager
@@ -50,22 +46,43 @@ def run_threads(num_ranks: int, function: Callable[..., Any], *arguments: Any) -
 
     The first error of a rank ends all of them and is raised.
     """
-    turns = Turns(num_ranks)
+    turns = Turns(names_of(num_ranks), FirstCome())
     meetings: dict[Any, ThreadGroup] = {}
-    results: list[Any] = [None] * num_ranks
+    return run_turns(
+        turns,
+        [
+            partial(function, rank, *arguments, network=Threads(turns, meetings, rank, num_ranks))
+            for rank in range(num_ranks)
+        ],
+    )
 
-    def run(rank: int) -> None:
-        turns.begin(rank)
+
+def names_of(num_ranks: int) -> list[str]:
+    """Return how errors name ranks."""
+    return [f"rank {rank}" for rank in range(num_ranks)]
+
+
+def run_turns(turns: Turns, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call each function on a thread of its own, in turns; return their results, None of one that died.
+
+    The first error ends all of them and is raised; of a death that nobody waited for it is Died.
+    """
+    results: list[Any] = [None] * len(functions)
+
+    def run(number: int) -> None:
+        turns.begin(number)
         try:
             torch.set_num_threads(1)
             turns.raise_if_stopped()
-            results[rank] = function(rank, *arguments, network=Threads(turns, meetings, rank))
+            results[number] = functions[number]()
+        except Died as death:
+            turns.bury(number, death)
         except BaseException as error:
             turns.stop(error)
         finally:
-            turns.end(rank)
+            turns.end(number)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)]
+    threads = [threading.Thread(target=run, args=(number,), name=name) for number, name in enumerate(turns.names)]
     for thread in threads:
         thread.start()
     turns.pass_on()
@@ -73,77 +90,9 @@ def run_threads(num_ranks: int, function: Callable[..., Any], *arguments: Any) -
         thread.join()
     if turns.error is not None:
         raise turns.error
+    if turns.dead:
+        raise Died("; ".join(turns.dead.values()))
     return results
-
-
-class Turns:
-    """Whose turn it is among the ranks' threads."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._may_run = [threading.Lock() for _ in range(num_ranks)]  # held by a rank while it may not
-        for lock in self._may_run:
-            lock.acquire()
-        self._ready = deque(range(num_ranks))
-        self._waits: dict[int, Transfer] = {}
-        self.error: BaseException | None = None
-
-    def begin(self, rank: int) -> None:
-        self._may_run[rank].acquire()
-
-    def end(self, rank: int) -> None:
-        self.pass_on()
-
-    def wait(self, rank: int, transfer: "Transfer") -> None:
-        """Return once the transfer is done; meanwhile others run."""
-        if not transfer.is_done:
-            self._waits[rank] = transfer
-            self.pass_on()
-            self._may_run[rank].acquire()
-            self.raise_if_stopped()
-
-    def finish(self, transfer: "Transfer") -> None:
-        """Mark a transfer as done; who waits for it can go on."""
-        transfer.is_done = True
-        self._wake(rank for rank, waited in self._waits.items() if waited is transfer)
-
-    def pass_on(self) -> None:
-        """Let the next rank run."""
-        if not self._ready and self._waits:
-            texts = [f"rank {rank} waits for {transfer}" for rank, transfer in sorted(self._waits.items())]
-            self.stop(Deadlock("no rank can go on: " + "; ".join(texts)))
-        if self._ready:
-            self._may_run[self._ready.popleft()].release()
-
-    def stop(self, error: BaseException) -> None:
-        """End all ranks; the first error is kept."""
-        self.error = self.error or error
-        self._wake(self._waits)
-
-    def raise_if_stopped(self) -> None:
-        if self.error is not None:
-            raise Stopped("another rank failed")
-
-    def _wake(self, ranks: Any) -> None:
-        for rank in sorted(ranks):
-            del self._waits[rank]
-            self._ready.append(rank)
-
-
-class Transfer:
-    """What ranks wait for: a collective that all of them join, or a tensor on its way."""
-
-    def __init__(self, what: str, tensor: Tensor, arguments: tuple[Any, ...] = ()) -> None:
-        self.what, self.tensor = what, tensor
-        self.form = (what, tensor.numel(), tensor.dtype, *arguments)
-        self.joined: dict[int, tuple[Tensor, Any]] = {}  # and its share
-        self.is_done = False
-
-    def __str__(self) -> str:
-        return f"{self.what}, which places {sorted(self.joined)} joined" if self.joined else self.what
-
-    def check(self, other: "Transfer") -> None:
-        if self.form[1:] != other.form[1:] or (self.joined and self.form != other.form):
-            raise RuntimeError(f"calls differ: {other.form} meets {self.form}")
 
 
 class ThreadGroup:
@@ -158,16 +107,20 @@ class ThreadGroup:
 class Threads:
     """The network of one rank."""
 
-    def __init__(self, turns: Turns, meetings: dict[Any, ThreadGroup], rank: int) -> None:
-        self._turns, self._meetings, self._rank = turns, meetings, rank
-        self._numbers = count()
-        self.world_size = len(turns._may_run)
+    def __init__(self, turns: Turns, meetings: dict[Any, ThreadGroup], rank: int, world_size: int) -> None:
+        self.turns, self._meetings, self.rank = turns, meetings, rank
+        self._numbers, self.world_size = count(), world_size
+
+    def note(self, kind: str, stage: int, microbatch: int) -> None:
+        """Note which action the rank is at, as an executor does; "" behind the last."""
+        place = "the update" if kind == "U" else f"{kind}, stage {stage}, micro-batch {microbatch}"
+        self.turns.places[self.rank] = place if kind else ""
 
     def connect(self, name: str, ranks: Sequence[int]) -> "ThreadTransport | None":
         place = (next(self._numbers), name, tuple(ranks))
-        if self._rank not in ranks:
+        if self.rank not in ranks:
             return None
-        return ThreadTransport(self._turns, self._meetings.setdefault(place, ThreadGroup()), place, self._rank)
+        return ThreadTransport(self.turns, self._meetings.setdefault(place, ThreadGroup()), place, self.rank)
 
 
 class ThreadTransport:
@@ -215,19 +168,18 @@ class ThreadTransport:
         return self._meet(awaited, self._meeting.sent, self._meeting.awaited, (source, self._index))
 
     def _meet(self, own_transfer: Transfer, others: Any, own: Any, way: tuple[int, int]) -> "ThreadHandle":
+        self._turns.call(self._rank, own_transfer.what)
         if others[way]:
             other = others[way].popleft()
             other.check(own_transfer)
             source, target = (other, own_transfer) if others is self._meeting.sent else (own_transfer, other)
-            with torch.no_grad():
-                target.tensor.copy_(source.tensor)
-            self._turns.finish(other)
-            self._turns.finish(own_transfer)
+            self._turns.finish([other, own_transfer], partial(copy, target.tensor, source.tensor), (self._meeting, way))
         else:
+            begun = "a receive was begun before its send" if own is self._meeting.awaited else "a send waited"
+            self._turns.seen[begun] += 1
             own[way].append(own_transfer)
         return ThreadHandle(self._turns, self._rank, own_transfer)
 
-    @torch.no_grad()
     def _join(
         self,
         carry: Callable[..., None],
@@ -240,6 +192,7 @@ class ThreadTransport:
         """Join the others' call; of an uneven exchange each rank has sizes of its own."""
         number = next(self._numbers)
         mine = Transfer(f"{carry.__name__} {number} of {self._name} {self._ranks}", tensor, arguments)
+        self._turns.call(self._rank, mine.what)
         if sizes is not None:
             mine.form = (mine.what, tensor.dtype)
         collective = self._meeting.collectives.setdefault(number, mine)
@@ -248,9 +201,11 @@ class ThreadTransport:
             share = tensor.chunk(len(self._ranks))[self._index]
         collective.joined[self._index] = (tensor, share) if sizes is None else (tensor, (share, *sizes))
         if len(collective.joined) == len(self._ranks):
-            carry(*zip(*(collective.joined[index] for index in range(len(self._ranks))), strict=True), *arguments)
+            joined = zip(*(collective.joined[index] for index in range(len(self._ranks))), strict=True)
             del self._meeting.collectives[number]
-            self._turns.finish(collective)
+            if self._index + 1 < len(self._ranks):
+                self._turns.seen["a lower rank was the last to join"] += 1
+            self._turns.finish([collective], partial(torch.no_grad()(carry), *joined, *arguments), self._meeting)
         handle = ThreadHandle(self._turns, self._rank, collective)
         if is_async:
             return handle
@@ -265,6 +220,7 @@ class ThreadHandle:
         self._turns, self._rank, self._transfer = turns, rank, transfer
 
     def wait(self) -> None:
+        self._turns.call(self._rank, f"a wait for {self._transfer.what}")
         self._turns.wait(self._rank, self._transfer)
 
 
@@ -281,6 +237,11 @@ class SeveralHandles:
 
 
 Tensors = Sequence[Tensor]  # one a rank
+
+
+@torch.no_grad()
+def copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
 
 
 def all_reduce(tensors: Tensors, shares: Any, op: str) -> None:

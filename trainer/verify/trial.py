@@ -29,7 +29,7 @@ from trainer.model.microbatch import Batch
 from trainer.verdict import Outcome, StepStats
 from trainer.verify.host_waits import no_host_waits
 from trainer.verify.recording import Call, Recording
-from trainer.verify.threads import run_threads
+from trainer.verify.threads import Threads, run_threads
 from trainer.verify.whole import assembled, copied
 
 CPU = torch.device("cpu")
@@ -145,7 +145,9 @@ def _train(
     network: Network | None = None,
 ) -> tuple[Seen, Sequence[TensorInfo]]:
     recording = Recording(network or Processes(CPU, timeout_s=60.0))
-    engine = _engine(rank, config, recording)
+    engine = made_engine(rank, config, recording)
+    if isinstance(network, Threads):
+        engine.pipeline.note = network.note
     mesh = engine.mesh
     if start is not None:
         restore_step(engine, Run(start.url), start.step)
@@ -160,21 +162,26 @@ def _train(
         else:
             stats.append(counted_step(engine, step, batch))
     evaluation = () if batch is None else engine.eval_batch(batch)
-    engine.store.join_masters()
-    pieces = [*saved_pieces(engine.store), *engine.balance.saved_pieces()]
+    return seen_of(engine, stats, evaluation, recording.calls)
+
+
+def seen_of(
+    engine: Engine, stats: Sequence[StepStats], evaluation: tuple[float, ...], calls: Sequence[Call]
+) -> tuple[Seen, Sequence[TensorInfo]]:
+    """Return what a rank saw, and holds now, and the tensors of which all ranks hold a part."""
+    losses, norms = tuple(each.loss for each in stats), tuple(each.grad_norm for each in stats)
+    numbers = tuple(each.num_tokens for each in stats)
     tensors = [*tensor_table(engine.table, engine.dtype, engine.moments), *engine.balance.tensors]
-    seen = Seen(
-        tuple(each.loss for each in stats),
-        tuple(each.grad_norm for each in stats),
-        tuple(each.num_tokens for each in stats),
-        evaluation,
-        copied(pieces),
-        recording.calls,
-    )
-    return seen, tensors
+    return Seen(losses, norms, numbers, evaluation, held_by(engine), calls), tensors
 
 
-def _engine(rank: int, config: Config, network: Network) -> Engine:
+def held_by(engine: Engine) -> list[Piece]:
+    """Return copies of what a rank would save."""
+    engine.store.join_masters()
+    return copied([*saved_pieces(engine.store), *engine.balance.saved_pieces()])
+
+
+def made_engine(rank: int, config: Config, network: Network) -> Engine:
     torch.autograd.set_multithreading_enabled(False)
     engine = Engine(config, mesh_of(config, rank, CPU, network=network))
     engine.initialise()
@@ -183,7 +190,7 @@ def _engine(rank: int, config: Config, network: Network) -> Engine:
 
 def first_weights(config: Config) -> dict[str, Tensor]:
     """Return the initial weights of a run of one process, by name."""
-    engine = _engine(0, config, Processes(CPU, timeout_s=60.0))
+    engine = made_engine(0, config, Processes(CPU, timeout_s=60.0))
     tensors = [info for info in tensor_table(engine.table, engine.dtype) if not info.name.startswith("optim.")]
     names = {info.name for info in tensors}
     return assembled(tensors, copied(piece for piece in saved_pieces(engine.store) if piece.name in names))
@@ -201,20 +208,33 @@ def counted_step(engine: Engine, step: int, batch: Batch) -> StepStats:
 
 def save_trial(trial: Trial, url: str, step: int, stream: Stream) -> SavedStep:
     """Save what the ranks of a trial hold as a step, each its own part, and return it."""
-    config, attempt, world_size = trial.config, secrets.token_hex(8), len(trial.ranks)
-    metadata = {"cursor": stream.cursors[step - 1], "updates": step, "config": {"model": {}}}
-    for rank in reversed(range(world_size)):
-        save(
-            url,
-            step,
-            trial.ranks[rank].pieces,
-            tensors=trial.tensors,
-            layout=layout_of(config),
-            num_layers=config.model.num_layers,
-            metadata=metadata,
-            rank=rank,
-            world_size=world_size,
-            attempt=attempt,
-            awaits_commit=False,
-        )
-    return SavedStep(url, step)
+    attempt, start = secrets.token_hex(8), SavedStep(url, step)
+    for rank in reversed(range(len(trial.ranks))):
+        save_part(trial.config, start, rank, trial.ranks[rank].pieces, trial.tensors, stream, attempt)
+    return start
+
+
+def save_part(
+    config: Config,
+    start: SavedStep,
+    rank: int,
+    pieces: Sequence[Piece],
+    tensors: Sequence[TensorInfo],
+    stream: Stream,
+    attempt: str,
+) -> None:
+    """Save a rank's part of a step; that of rank 0 commits, and comes last."""
+    metadata = {"cursor": stream.cursors[start.step - stream.first - 1], "updates": start.step, "config": {"model": {}}}
+    save(
+        start.url,
+        start.step,
+        pieces,
+        tensors=tensors,
+        layout=layout_of(config),
+        num_layers=config.model.num_layers,
+        metadata=metadata,
+        rank=rank,
+        world_size=layout_of(config).world_size,
+        attempt=attempt,
+        awaits_commit=False,
+    )
