@@ -16,12 +16,16 @@ class Stragglers:
         self._share, self.num_steps = share, num_steps
         self._own_s: list[float] = []
         self._slow: dict[int, list[float]] = defaultdict(list)
-        self._num_compared = 0
+        self._num_compared, self._has_begun = 0, False
 
     def add(self, own_s: float) -> bool:
-        """Add a step; return whether so many are there that ranks are compared."""
-        if self._share:
+        """Add a step; return whether so many are there that ranks are compared.
+
+        The first of a start is left out: ranks load and time what others wait for.
+        """
+        if self._share and self._has_begun:
             self._own_s.append(own_s)
+        self._has_begun = True
         return len(self._own_s) >= self.num_steps
 
     def take(self) -> float:

@@ -15,7 +15,7 @@ def test_a_rank_is_compared_with_the_median_of_the_others() -> None:
 
 def test_ranks_are_compared_after_so_many_steps_by_the_median_of_each() -> None:
     stragglers = Stragglers(0.1, 3)
-    assert [stragglers.add(own_s) for own_s in (1.0, 90.0, 1.2)] == [False, False, True]
+    assert [stragglers.add(own_s) for own_s in (80.0, 1.0, 90.0, 1.2)] == [False, False, False, True]  # not the first
     assert stragglers.take() == 1.2
     assert [stragglers.add(1.0) for _ in range(2)] == [False, False]
 
