@@ -1,0 +1,66 @@
+"""Mutants are small changes at places that are computed with; drawn from a seed, tried on their own run."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.mutants.sites import drawn, mutants_of
+from tools.mutants.try_mutants import PLACES, ROOT, in_a_fork
+
+SOURCE = '''"""A module."""
+
+def mean(values: tuple[int, ...], mesh: object) -> int:
+    assert values[0] == 1, "never"
+    if len(values) > 2 and "é" in values:
+        raise ValueError(f"{values[0] + 1} of them")
+    total = sum(values[1:]) + values[0]
+    text = "a" + str(total)
+    return total // mesh.dp.size
+'''
+
+
+def test_each_change_is_one_expression() -> None:
+    mutants = list(mutants_of(SOURCE, "mean.py"))
+    assert [(mutant.line, mutant.kind, mutant.before, mutant.after) for mutant in mutants] == [
+        (5, "comparison", "len(values) > 2", "((len(values)) >= (2))"),
+        (5, "comparison", '"é" in values', '(("é") not in (values))'),
+        (7, "arithmetic", "sum(values[1:]) + values[0]", "((sum(values[1:])) - (values[0]))"),
+        (7, "slice", "values[1:]", "values[(1) + 1:]"),
+        (7, "index", "values[0]", "values[1]"),
+        (9, "arithmetic", "total // mesh.dp.size", "((total) * (mesh.dp.size))"),
+        (9, "group", "mesh.dp.size", "mesh.dp.index"),
+        (9, "group", "mesh.dp", "mesh.tp"),
+    ]
+    for mutant in mutants:
+        lines = zip(SOURCE.splitlines(), mutant.source.splitlines(), strict=True)
+        assert [number for number, (own, other) in enumerate(lines, 1) if own != other] == [mutant.line]
+
+
+def test_a_seed_draws_the_same_mutants_and_all_are_programs() -> None:
+    mutants = drawn(ROOT, PLACES, 3, 40)
+    assert mutants == drawn(ROOT, PLACES, 3, 40)
+    assert mutants[:5] != drawn(ROOT, PLACES, 4, 5)
+    assert len({str(mutant) for mutant in mutants}) > 30
+    for mutant in mutants:
+        ast.parse(mutant.source)
+
+
+def test_a_fork_that_ends_returns_nothing() -> None:
+    assert in_a_fork(lambda: [1, 2]) == [1, 2]
+    assert in_a_fork(lambda: 1 / 0) is None
+
+
+@pytest.mark.slow
+def test_a_report_goes_on_behind_its_last_mutant(tmp_path: Path) -> None:
+    report, states = tmp_path / "mutants.json", []
+    for number in ("2", "3"):
+        words = ["-m", "tools.mutants.try_mutants", "--seed", "1", "--number", number, "--report", str(report)]
+        ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, cwd=ROOT)
+        assert f"{number} of {number} mutants" in ran.stdout
+        states.append([outcome["state"] for outcome in json.loads(report.read_text())])
+    assert states[0] == states[1][:2]
+    assert {state for some in states for state in some} <= {"equal", "found", "rounding", "survived"}
