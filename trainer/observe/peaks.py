@@ -48,6 +48,53 @@ MEMORY_GBYTES = {
     "MI350X": 8000.0,
     "MI355X": 8000.0,
 }
+# how much of it there is, GB, and what links to others of the node move in one direction, GB/s, by data sheets
+CAPACITY_GBYTES = {
+    "B200": 180.0,
+    "GB200": 186.0,
+    "B300": 279.0,
+    "GB300": 279.0,
+    "H100": 80.0,
+    "H100 PCIE": 80.0,
+    "H100 NVL": 94.0,
+    "H200": 141.0,
+    "H800": 80.0,
+    "H20": 96.0,
+    "L40S": 48.0,
+    "L4": 24.0,
+    "A100": 40.0,
+    "A100 80GB": 80.0,
+    "A40": 48.0,
+    "A6000": 48.0,
+    "4090": 24.0,
+    "MI300X": 192.0,
+    "MI325X": 256.0,
+    "MI350X": 288.0,
+    "MI355X": 288.0,
+}
+LINK_GBYTES = {
+    "B200": 900.0,
+    "GB200": 900.0,
+    "B300": 900.0,
+    "GB300": 900.0,
+    "H100": 450.0,
+    "H100 PCIE": 64.0,
+    "H100 NVL": 300.0,
+    "H200": 450.0,
+    "H800": 200.0,
+    "H20": 450.0,
+    "L40S": 32.0,
+    "L4": 32.0,
+    "A100": 300.0,
+    "A100 80GB": 300.0,
+    "A40": 32.0,
+    "A6000": 32.0,
+    "4090": 32.0,
+    "MI300X": 448.0,
+    "MI325X": 448.0,
+    "MI350X": 537.6,
+    "MI355X": 537.6,
+}
 SLOWER = {"LAPTOP", "MAX", "D", "MIG"}  # words of devices that are another, or a part of one
 
 
@@ -59,6 +106,21 @@ def peak_flops(device_name: str) -> float | None:
 def memory_bytes_per_s(device_name: str) -> float | None:
     """Return the bytes a second of a GPU's memory by its data sheet, found as `peak_flops` is."""
     return _figure(MEMORY_GBYTES, device_name, 1e9)
+
+
+def capacity_bytes(device_name: str) -> float | None:
+    """Return the bytes of a GPU's memory by its data sheet, found as `peak_flops` is."""
+    return _figure(CAPACITY_GBYTES, device_name, 1e9)
+
+
+def link_bytes_per_s(device_name: str) -> float | None:
+    """Return the bytes a second that a GPU's links move in one direction, by its data sheet."""
+    return _figure(LINK_GBYTES, device_name, 1e9)
+
+
+def known_devices() -> list[str]:
+    """Return the names of devices of which all figures are known."""
+    return [name.lower() for name in CAPACITY_GBYTES if name in PEAK_TFLOPS or name == "A100 80GB"]
 
 
 def _figure(table: Mapping[str, float], device_name: str, unit: float) -> float | None:

@@ -1,0 +1,122 @@
+"""`trainer plan`: search the layout of a run on so many GPUs, by its memory and the time of its steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from threefold.cli import print_line
+from threefold.console import log, print_table
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
+from threefold.flags import Settings, settings
+from threefold.options import argument, option
+from trainer.commands.shared import ELSEWHERE, check_places, write_json
+from trainer.config import Config
+from trainer.config.foreign.translate import translated
+
+if TYPE_CHECKING:
+    from trainer.plan.search import Planned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `trainer plan`."""
+
+    config: str = argument("CONFIG.toml", "configuration; its layout is searched", "")
+    from_megatron: str = option("", "plan what a command line of Megatron-LM says, or its script", metavar="COMMAND")
+    gpus: int = option(8, "how many GPUs there are", minimum=1)
+    gpu: str = option("h100", "which card, as its data sheet names it", metavar="NAME")
+    gpus_per_node: int = option(8, "GPUs that the card's links join", minimum=1)
+    network_gbytes: float = option(50.0, "GB/s of a GPU to other nodes", above=0)
+    objective: Literal["time", "memory"] = option("time", "what is best: the shortest step that fits, or least memory")
+    json: str = option("", "write the plans as JSON; - prints them", metavar="FILE")
+    output: str = option("", "write the best plan as a configuration that runs", metavar="CONFIG.toml")
+    flags: Settings = settings(Config, hidden=ELSEWHERE, foreign=translated)
+
+
+def run(options: Options) -> int:
+    """Print the best layout with its memory and the time of its step by part, and what the next ones lose by. Times are
+    of data sheets, which no program reaches: they compare layouts. Needs no GPU and no store. Exit code 1 if no layout
+    fits."""
+    from trainer.plan.explained import with_known_vocabulary
+    from trainer.plan.rates import Rates
+    from trainer.plan.search import best_plans
+    from trainer.plan.written import write_config
+    from trainer.verify.source import open_run_or_file
+
+    if bool(options.config) == bool(options.from_megatron):
+        raise UserError("one of CONFIG.toml and --from-megatron COMMAND is planned", hint="trainer plan --help")
+    check_places(options.json, "")
+    check_places(options.output, "")
+    rates = Rates.of_card(options.gpu, network=options.network_gbytes * 1e9, node=options.gpus_per_node)
+    source = open_run_or_file(options.config, options.flags, megatron=options.from_megatron)
+    config, assumed = with_known_vocabulary(source.config)
+    if assumed:
+        log(assumed)
+    log(f"figures are of the data sheet of {rates.name}, not measured: times compare layouts")
+    plans = best_plans(config, options.gpus, rates, options.objective)
+    if options.json != "-":
+        print_plans(plans)
+    write_json(options.json, [row_of(plan) for plan in plans])
+    if not plans[0].fits:
+        log(f"none of {len(plans)} layouts fits into {rates.capacity / 1e9:g} GB; more GPUs, or another --gpu")
+        return EXIT_CHECK_FAILED
+    if options.output:
+        write_config(options.output, options.config, options.from_megatron, options.flags, source.config, plans[0])
+        log(f"wrote {options.output}: trainer launch --nproc-per-node N train {options.output}")
+    return EXIT_OK
+
+
+def print_plans(plans: "Sequence[Planned]") -> None:
+    """Print the best plan by part, and the next ones with what they lose by."""
+    from trainer.run.memory_check import flags_of
+
+    best = plans[0]
+    print_line(f"{layout_text(best)}: {best.time.total:.4g} s a step, {best.memory.total / 1e9:.1f} GB a rank")
+    settings = {name: value for name, value in best.candidate.settings.items() if value not in ((), "nothing")}
+    print_line(f"  {flags_of(settings)}")
+    print_line("")
+    parts = [(name.replace("_", " "), f"{seconds:.4g}") for name, seconds in asdict(best.time).items()]
+    print_table(("time", "s"), parts, left=("time",))
+    print_line("")
+    sizes = [(name, f"{size / 1e9:.2f}") for name, size in best.memory.parts.items()]
+    print_table(("memory", "GB"), sizes, left=("memory",))
+    if len(plans) > 1:
+        print_line("")
+        rows = [
+            (layout_text(plan), f"{plan.time.total:.4g}", f"{plan.memory.total / 1e9:.1f}", loss_text(plan, best))
+            for plan in plans[1:9]
+        ]
+        print_table(("next", "s", "GB", "loses by"), rows, left=("next", "loses by"))
+
+
+def layout_text(plan: "Planned") -> str:
+    """Return a plan's layout and settings."""
+    from trainer.config.resolve import layout_of
+
+    parallel, train = plan.config.parallel, plan.config.train
+    texts = [str(layout_of(plan.config)), f"zero {parallel.zero_stage}", f"micro-batch {train.micro_batch_size}"]
+    texts += [parallel.schedule] if parallel.pp > 1 else []
+    kept = " that keeps attention" if train.recompute_keep == "attention" else ""
+    return ", ".join([*texts, f"recompute {train.recompute}{kept}"])
+
+
+def loss_text(plan: "Planned", best: "Planned") -> str:
+    """Return the part by which a plan is worse than the best one, or what it lacks."""
+    if not plan.fits and best.fits:
+        return f"does not fit into {plan.capacity / 1e9:g} GB"
+    own, other = asdict(plan.time), asdict(best.time)
+    part = max(own, key=lambda name: own[name] - other[name])
+    return f"{own[part] - other[part]:.3g} s of {part.replace('_', ' ')}"
+
+
+def row_of(plan: "Planned") -> Mapping[str, Any]:
+    """Return what is known of a plan as plain data."""
+    return {
+        "layout": layout_text(plan),
+        "settings": plan.candidate.settings,
+        "fits": plan.fits,
+        "seconds": plan.time.total,
+        "time": asdict(plan.time),
+        "bytes": plan.memory.total,
+        "memory": plan.memory.parts,
+    }

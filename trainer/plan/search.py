@@ -1,0 +1,172 @@
+"""The layouts of a run on so many GPUs, the best first: each planned in time by rates, in memory as a dry run does.
+
+Candidates come in the order of a bound that no transfer can better: arithmetic and the bubble of even stages. Those
+whose weights alone do not fit are left out before, and the search ends where the bound is above what was found, or
+after `MOST` candidates.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, Literal
+
+from threefold.errors import UserError
+from trainer.config import Config
+from trainer.config.check import cross_faults
+from trainer.config.resolve import layout_of, longest_row, resolve
+from trainer.model.flops import count_parameters, token_flops
+from trainer.model.table import parameter_table
+from trainer.plan.rates import Rates
+from trainer.plan.step_time import StepTime, step_time
+from trainer.plan.volumes import VolumeTable
+from trainer.run.memory import RankMemory, rank_memory
+from trainer.run.memory_check import powers_of_two, with_values
+
+MOST, KEPT = 32, 9  # candidates that are planned, and those that fit
+LONG = 16384  # tokens of a row from which on cp is tried
+WIDE, DEEP = 8, 16  # tp and pp at most
+USABLE = 0.95  # of a GPU's memory, which its data sheet counts
+RECOMPUTES: tuple[dict[str, Any], ...] = (
+    {"train.recompute": "none", "train.recompute_modules": (), "train.recompute_keep": "nothing"},
+    {"train.recompute": "full", "train.recompute_modules": (), "train.recompute_keep": "attention"},
+    {"train.recompute": "full", "train.recompute_modules": (), "train.recompute_keep": "nothing"},
+)
+Objective = Literal["time", "memory"]
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its settings; `bound` are seconds that its step takes at least, `state` about the bytes of a rank's
+    weights, gradients and states."""
+
+    settings: Settings
+    config: Config
+    bound: float
+    state: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A candidate with the time of its step and the memory of its largest rank."""
+
+    candidate: Candidate
+    time: StepTime
+    memory: RankMemory
+    capacity: float
+
+    @cached_property
+    def fits(self) -> bool:
+        """Return whether a GPU has memory for it."""
+        return self.memory.total <= self.capacity * USABLE
+
+    @property
+    def config(self) -> Config:
+        """Return its resolved configuration."""
+        return self.candidate.config
+
+
+def best_plans(config: Config, num_gpus: int, rates: Rates, objective: Objective) -> list[Planned]:
+    """Return plans, the best first, those that do not fit last; UserError if no layout exists."""
+    possible = list(candidates_of(config, num_gpus, rates))
+    if not possible:
+        batch = config.train.global_batch_size
+        text = f"no layout of {num_gpus} GPUs has a whole micro-batch on each rank of dp, of {batch} samples a step"
+        raise UserError(text, hint=f"--global-batch-size {math.lcm(batch, num_gpus)}")
+    smallest = min(one.state for one in possible)
+    if smallest > rates.capacity:
+        text = f"weights and their states take {smallest / 1e9:.1f} GB a rank on {num_gpus} GPUs, more than {rates.name} has"
+        raise UserError(text, hint=f"--gpus {num_gpus * 2 ** math.ceil(math.log2(smallest / rates.capacity) + 1)}")
+    candidates = [one for one in possible if one.state <= rates.capacity]
+    candidates.sort(key=smallness if objective == "memory" else lambda one: (one.bound,))
+    volumes, plans = VolumeTable(), list[Planned]()
+    for candidate in candidates:
+        fitting = [plan for plan in plans if plan.fits]
+        fastest = min((plan.time.total for plan in fitting), default=math.inf)
+        is_over = objective == "time" and candidate.bound > fastest
+        if is_over or len(fitting) >= KEPT or len(plans) >= MOST:
+            break
+        plans.append(planned(candidate, rates, volumes))
+    if objective == "memory":
+        return sorted(plans, key=lambda plan: (plan.memory.total, plan.time.total))
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.time.total))
+
+
+def planned(candidate: Candidate, rates: Rates, volumes: VolumeTable) -> Planned:
+    """Return the plan of a candidate."""
+    config = candidate.config
+    ends = {0, config.parallel.pp - 1}
+    memory = max((rank_memory(config, pp) for pp in ends), key=lambda one: one.total)
+    return Planned(candidate, step_time(config, rates, volumes.of(config)), memory, rates.capacity)
+
+
+def candidates_of(config: Config, num_gpus: int, rates: Rates) -> Iterator[Candidate]:
+    """Yield what has no fault."""
+    table = parameter_table(config)
+    flops = token_flops(config, table, longest_row(config)).causal
+    tokens = config.train.global_batch_size * config.train.seq_length
+    arithmetic = flops * tokens / num_gpus / rates.flops
+    num_parameters = count_parameters(config, table).total
+    for settings in settings_of(config, num_gpus):
+        changed = with_values(config, settings | {"train.gradient_accumulation_steps": 0})
+        changed = replace(changed, train=replace(changed.train, device="cuda", eval_interval=0))
+        if cross_faults(changed, num_gpus):
+            continue
+        changed = resolve(changed, num_gpus)
+        work = arithmetic * (4 / 3 if changed.train.recompute == "full" else 1)
+        state = state_bytes(changed, num_parameters)
+        yield Candidate(settings, changed, work * (1 + idle_share(changed)), state)
+
+
+def settings_of(config: Config, num_gpus: int) -> Iterator[Settings]:
+    """Yield settings of all layouts of so many GPUs."""
+    model, train = config.model, config.train
+    lengths = [1] if longest_row(config) < LONG else powers_of_two(min(longest_row(config) // 8192, 16))
+    experts = powers_of_two(min(model.num_experts, WIDE)) if model.num_experts else [1]
+    micro_batches = [size for size in (1, 2, 4, 8) if train.global_batch_size % size == 0]
+    axes = product(powers_of_two(min(WIDE, num_gpus)), powers_of_two(DEEP), lengths, experts)
+    for tp, pp, cp, ep in axes:
+        if num_gpus % (tp * pp * cp) or pp > model.num_layers:
+            continue
+        dp = num_gpus // (tp * pp * cp)
+        schedules = [("1f1b", 1)]
+        if pp > 1:
+            schedules += [("zb-h1", 1), *([("1f1b", 2)] * (pp * 2 <= model.num_layers))]
+        zeros = (1,) if dp * cp == 1 else (1, 3)
+        for (schedule, virtual), zero, again, micro in product(schedules, zeros, RECOMPUTES, micro_batches):
+            yield {
+                "parallel.tp": tp,
+                "parallel.pp": pp,
+                "parallel.cp": cp,
+                "parallel.ep": ep,
+                "parallel.dp": dp,
+                "parallel.schedule": schedule,
+                "parallel.virtual_stages": virtual,
+                "parallel.zero_stage": zero,
+                "train.micro_batch_size": micro,
+                **again,
+            }
+
+
+def idle_share(config: Config) -> float:
+    """Return the bubble over the arithmetic if all stages are equal and each pass takes as long."""
+    parallel = config.parallel
+    share = (parallel.pp - 1) / (parallel.virtual_stages * config.train.gradient_accumulation_steps)
+    return share / 3 if parallel.schedule == "zb-h1" else share
+
+
+def smallness(candidate: Candidate) -> tuple[float, ...]:
+    """Return by what candidates of little memory come first: states, what is made again, the micro-batch."""
+    train = candidate.config.train
+    kept = 2 if train.recompute == "none" else int(train.recompute_keep == "attention")
+    return round(candidate.state / 1e9), kept, train.micro_batch_size, candidate.bound
+
+
+def state_bytes(config: Config, num_parameters: int) -> float:
+    """Return about what weights, gradients and states of a rank take, its experts among them."""
+    layout = layout_of(config)
+    over = layout.dp * layout.cp
+    share = 18 / over if config.parallel.zero_stage == 3 else 6 + 12 / over
+    return num_parameters / (layout.tp * layout.pp * layout.ep) * share
