@@ -77,8 +77,9 @@ def best_plans(config: Config, num_gpus: int, rates: Rates, objective: Objective
         raise UserError(text, hint=f"--global-batch-size {math.lcm(batch, num_gpus)}")
     smallest = min(one.state for one in possible)
     if smallest > rates.capacity:
-        text = f"weights and their states take {smallest / 1e9:.1f} GB a rank on {num_gpus} GPUs, more than {rates.name} has"
-        raise UserError(text, hint=f"--gpus {num_gpus * 2 ** math.ceil(math.log2(smallest / rates.capacity) + 1)}")
+        text = f"weights and their states take {smallest / 1e9:.1f} GB a rank on {num_gpus} GPUs, which is too much"
+        more = num_gpus * 2 ** math.ceil(math.log2(smallest / rates.capacity) + 1)
+        raise UserError(f"{text} for {rates.name}", hint=f"--gpus {more}")
     candidates = [one for one in possible if one.state <= rates.capacity]
     candidates.sort(key=smallness if objective == "memory" else lambda one: (one.bound,))
     volumes, plans = VolumeTable(), list[Planned]()

@@ -133,7 +133,7 @@ def stage_passes(config: Config, rates: Rates, volumes: Volumes) -> dict[tuple[s
     tokens = config.train.micro_batch_size * longest_row(config) / (layout.tp * layout.cp)
     sizes = {kind: Sizes.of(config, experts=kind) for kind in (False, True)}
     of_layer, of_ends = (moves_s(config, rates, moves) for moves in (volumes.layer, volumes.ends))
-    found: dict[tuple[str, int], Pass] = {}
+    passes: dict[tuple[str, int], Pass] = {}
     for stage, numbers in enumerate(stage_ranges(config, table, layout.num_stages)):
         forward, backward = Pass(kernels=4), Pass(kernels=4)
         for place, layer in enumerate(numbers):
@@ -158,8 +158,8 @@ def stage_passes(config: Config, rates: Rates, volumes: Volumes) -> dict[tuple[s
             logits_s, head_s = 4 * sizes[False].logits / rates.memory, head * tokens / 3 / rates.flops
             add(forward, head_s, 0.0, logits_s, of_ends / 3, 8)
             add(backward, 2 * head_s, 0.0, logits_s, of_ends * 2 / 3, 8)
-        found["F", stage], found["B", stage] = forward, backward
-    return found
+        passes["F", stage], passes["B", stage] = forward, backward
+    return passes
 
 
 def add(own: Pass, products: float, attention: float, other: float, transfers: float, kernels: int) -> None:
