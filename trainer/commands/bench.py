@@ -29,9 +29,9 @@ class Options:
 
 @recorded
 def run(options: Options) -> int:
-    """Time all-reduce, gather and reduce-scatter of each group of a layout, the all-to-all of context parallel, and
-    transfers between pipeline ranks, all groups of a kind at once. Bandwidths are those of the bus, by the formulas of
-    nccl-tests."""
+    """Time all-reduce, gather, reduce-scatter, broadcast and all-to-all of each group of a layout, and transfers
+    between pipeline ranks, all groups of a kind at once. Bandwidths are those of the bus, by the
+    formulas of nccl-tests."""
     from trainer.run.bench_comm import bench_comm
 
     if not options.mib or min(options.mib) <= 0:

@@ -2,7 +2,7 @@
 
 Bus bandwidth is as nccl-tests define it: bytes over time, times what a link of the slowest ring carries of them, which
 is 2 (n - 1) / n for an all-reduce of n ranks, (n - 1) / n for a gather, a reduce-scatter or an all-to-all, and 1 for a
-transfer. So figures of groups of other sizes compare with each other and with the hardware's.
+broadcast or a transfer. So figures of groups of other sizes compare with each other and with the hardware's.
 """
 
 import statistics
@@ -21,7 +21,12 @@ from trainer.mesh.layout import Axis
 from trainer.mesh.mesh import ProcessMesh
 
 WARM_UPS = 2
-OPERATIONS: dict[str, tuple[str, ...]] = {"all_reduce": ("sum",), "all_gather": (), "reduce_scatter": ()}
+OPERATIONS: dict[str, tuple[str | int, ...]] = {
+    "all_reduce": ("sum",),
+    "all_gather": (),
+    "reduce_scatter": (),
+    "broadcast": (0,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Row:
 def bus_factor(operation: str, num_ranks: int) -> float:
     """Return how often a link carries each byte: for example 1.5 for an all-reduce of four ranks."""
     share = (num_ranks - 1) / num_ranks
-    return {"all_reduce": 2 * share, "send": 1.0}.get(operation, share)
+    return {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0}.get(operation, share)
 
 
 def bench_comm(
@@ -80,8 +85,7 @@ def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callab
         tensor = torch.zeros(-(-num_bytes // (4 * group.size)) * group.size, device=mesh.device)
         for name, how in OPERATIONS.items():
             found.append((group.size, group.name, name, partial(collect, group, name, tensor, *how)))
-        if group is mesh.cp:
-            found.append((group.size, group.name, "all_to_all", partial(exchange, group, tensor)))
+        found.append((group.size, group.name, "all_to_all", partial(exchange, group, tensor)))
     if mesh.layout.pp > 1:
         sent, received = torch.zeros(2, max(num_bytes // 4, 1), device=mesh.device)
         previous, following = mesh.activations.previous, mesh.activations.following
@@ -89,7 +93,7 @@ def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callab
     return found
 
 
-def collect(group: Group, operation: str, tensor: torch.Tensor, *how: str) -> None:
+def collect(group: Group, operation: str, tensor: torch.Tensor, *how: str | int) -> None:
     """Make one collective call, and wait for it."""
     group.start(operation, tensor, *how).wait()
 

@@ -13,12 +13,14 @@ from trainer.mesh.mesh import ProcessMesh
 from trainer.run.bench_comm import Row, bus_factor, calls
 from trainer.run.stage_times import Nobody
 
+OF_GROUPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
     assert [bus_factor(name, 4) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")] == [
         *(1.5, 0.75, 0.75, 0.75)
     ]
-    assert bus_factor("send", 2) == 1.0
+    assert bus_factor("send", 2) == bus_factor("broadcast", 4) == 1.0
     assert Row("dp", 2, "all_reduce", 1000, 0.5).bus_bytes_per_s == 2000.0
 
 
@@ -43,10 +45,8 @@ def test_every_group_of_a_layout_is_timed() -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     found = [(row["group"], row["num_ranks"], row["operation"]) for row in rows]
-    operations = ("all_reduce", "all_gather", "reduce_scatter")
-    of_cp = [("cp", 2, name) for name in (*operations, "all_to_all")]
-    each = [*of_cp, *(("world", 4, name) for name in operations), ("pp", 2, "send")]
-    assert found == each * 2
+    of_groups = [(group, size, name) for group, size in (("cp", 2), ("world", 4)) for name in OF_GROUPS]
+    assert found == [*of_groups, ("pp", 2, "send")] * 2
     assert {row["num_bytes"] for row in rows} == {104857, 1048576}
     assert all(row["seconds"] > 0 and row["bus_bytes_per_s"] > 0 for row in rows)
 
@@ -58,13 +58,11 @@ def test_shard_groups_and_their_replicas_are_timed() -> None:
         assert [*dict.fromkeys(name for _, name, _, _ in calls(mesh, 64))] == names
 
 
-def test_the_exchange_of_context_parallel_is_timed() -> None:
+def test_each_operation_of_each_group_is_timed() -> None:
     layout, cpu = ParallelLayout(tp=2, cp=4), torch.device("cpu")
     mesh = ProcessMesh(layout, 3, cpu, timeout_s=60, network=Nobody(8))
     found = [(name, operation) for _, name, operation, call in calls(mesh, 64) if call() is None]
-    operations = ("all_reduce", "all_gather", "reduce_scatter")
-    of_cp = [("cp", name) for name in (*operations, "all_to_all")]
-    assert found == [*(("tp", name) for name in operations), *of_cp, *(("world", name) for name in operations)]
+    assert found == [(group, name) for group in ("tp", "cp", "world") for name in OF_GROUPS]
 
 
 @pytest.mark.slow
