@@ -22,6 +22,7 @@ from trainer.data import to_device
 from trainer.verify import plain_model
 from trainer.verify.bench import NUM_STEPS, SAVED_AT, Bench, alone_of, nothing_again
 from trainer.verify.compare import (
+    EVALUATED,
     LOSSES_WITHIN,
     WEIGHTS_WITHIN,
     compare_bits,
@@ -79,17 +80,24 @@ def weights(bench: Bench) -> Figure:
 
 
 def plain(bench: Bench) -> Figure:
-    """Compare one process with the model and its training in plain torch, written apart."""
+    """Compare one process with the model, its training and an evaluation in plain torch, written apart."""
     state, reference = first_weights(bench.alone), bench.reference
+    spread = plain_model.Spread(bench.alone.model)
     batches, largest = [to_device(host, torch.device("cpu")) for host in bench.whole_stream.batches[0]], 0.0
     seen = reference.ranks[0]
-    pairs = zip(seen.losses, seen.norms, plain_model.train(bench.alone, state, batches), strict=True)
-    for step, (loss, norm, expected) in enumerate(pairs, 1):
-        for name, own, other in (("loss", loss, expected[0]), ("gradient norm", norm, expected[1])):
-            gap = abs(own - other) / abs(other)
-            if not gap <= LOSSES_WITHIN:
-                raise Different(f"the {name} of step {step} is {own!r}, and {other!r} in plain torch")
-            largest = max(largest, gap)
+    expected = enumerate(plain_model.train(bench.alone, state, batches, spread))
+    pairs = [
+        (f"{name} of step {step + 1}", own[step], other)
+        for step, others in expected
+        for name, own, other in zip(("loss", "gradient norm"), (seen.losses, seen.norms), others, strict=True)
+    ]
+    evaluated = plain_model.evaluation(bench.alone, state, batches[-1], spread)
+    pairs += zip(EVALUATED, seen.evaluation, evaluated)
+    for name, own, other in pairs:
+        gap = abs(own - other) / abs(other)
+        if not gap <= LOSSES_WITHIN:
+            raise Different(f"the {name} is {own!r}, and {other!r} in plain torch")
+        largest = max(largest, gap)
     whole = reference.whole()
     compare_tensors({name: whole[name] for name in state}, {name: value.detach() for name, value in state.items()})
     return Figure(f"{largest:.1e}", f"{LOSSES_WITHIN:.0e} relative")

@@ -10,6 +10,7 @@ from trainer.verify.difference import Different
 from trainer.verify.trial import Seen, Trial
 
 LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
+EVALUATED = "loss of an evaluation", "number of tokens of an evaluation"
 
 
 def compare_losses(trial: Trial, reference: Trial) -> float:
@@ -29,7 +30,7 @@ def _numbers(seen: Seen) -> list[tuple[str, float]]:
     steps = enumerate(zip(seen.num_tokens, seen.losses, seen.norms, strict=True), 1)
     names = ("number of tokens", "loss", "gradient norm")
     numbers = [(f"{name} of step {step}", value) for step, values in steps for name, value in zip(names, values)]
-    return numbers + list(zip(("loss of an evaluation", "number of tokens of an evaluation"), seen.evaluation))
+    return numbers + list(zip(EVALUATED, seen.evaluation))
 
 
 def compare_states(trial: Trial, reference: Trial) -> float:

@@ -4,7 +4,7 @@ Shapes: B samples, S positions, D hidden, N heads, H head size.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 
@@ -54,7 +54,7 @@ def logits(
     return _norm(model, state, "norm", x_BSD) @ head.T
 
 
-def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[float, float]]:
+def train(config: Config, state: State, batches: Sequence[Batch], spread: "Spread") -> Iterator[tuple[float, float]]:
     """Train, and yield loss and gradient norm of each step; `state` holds the parameters afterwards."""
     model, optim = config.model, settled(config).optim
     for value in state.values():
@@ -66,23 +66,16 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
         rates = {"lr": optim.lr * group.lr_factor, "weight_decay": optim.weight_decay * decay}
         groups.append({"params": [value], "factor": group.lr_factor, **rates})
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    spread = Spread(model)
     for step, batch in enumerate(batches):
         for param_group in adam.param_groups:
             param_group["lr"] = learning_rate(optim, step) * param_group["factor"]
-        tokens, labels, positions, mask = (
-            part.flatten(0, 1) for part in (batch.tokens, batch.labels, batch.positions, batch.loss_mask)
-        )
+        mask = batch.loss_mask.flatten(0, 1)
 
         def drop(x: Tensor, *, layer: int, site: int, step: int = step, first: int = batch.first_sample) -> Tensor:
             place = {"step": step, "layer": layer, "site": site, "first_sample": first}
             return dropout_reference(x, model.dropout, seed=config.train.seed, **place) if model.dropout else x
 
-        documents = None if batch.documents is None else document_numbers(batch)
-        found = logits(model, state, tokens, positions, drop, documents, spread)
-        logs = torch.log_softmax(found, -1)
-        losses = config.train.z_loss * found.logsumexp(-1) ** 2 - logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        loss = (losses * mask).sum() / mask.sum()
+        loss = (_losses(model, state, batch, drop, spread, config.train.z_loss) * mask).sum() / mask.sum()
         adam.zero_grad()
         (loss + spread.loss(mask, batch.tokens.shape[1]) / mask.sum()).backward()
         spread.end_step()
@@ -92,6 +85,23 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
             gradient *= min(1.0, optim.clip / norm)
         adam.step()
         yield loss.item(), norm
+
+
+@torch.no_grad()
+def evaluation(config: Config, state: State, batch: Batch, spread: "Spread") -> tuple[float, float]:
+    """Return the sum of the token losses of a batch, without dropout, and how many they are."""
+    mask = batch.loss_mask.flatten(0, 1)
+    losses = _losses(config.model, state, batch, lambda x, **_: x, spread, z_loss=0.0)
+    return float((losses * mask).sum()), float(mask.sum())
+
+
+def _losses(model: ModelConfig, state: State, batch: Batch, drop: Drop, spread: "Spread", z_loss: float) -> Tensor:
+    """Return the loss of each token, [B, S]."""
+    tokens, labels, positions = (part.flatten(0, 1) for part in (batch.tokens, batch.labels, batch.positions))
+    documents = None if batch.documents is None else document_numbers(batch)
+    logits_BSV = logits(model, state, tokens, positions, drop, documents, spread)
+    logs = torch.log_softmax(logits_BSV, -1)
+    return z_loss * logits_BSV.logsumexp(-1) ** 2 - logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def document_numbers(batch: Batch) -> Tensor:

@@ -42,6 +42,11 @@ def tied_twice(real: Any, self: Updates, parts: Any) -> None:
     real(self, [*rows, *(pair for pair in rows if pair[0].shape[0] == 13)])
 
 
+def counted_nowhere(real: Any, self: Engine, batch: Any) -> tuple[float, ...]:
+    """Let no rank count what it evaluates."""
+    return tuple(0.0 for _ in real(self, batch))
+
+
 def stepping_in_evaluation(real: Any, self: Engine, batch: Any) -> tuple[float, ...]:
     """Let an evaluation take a step."""
     sums: tuple[float, ...] = real(self, batch)
@@ -113,6 +118,12 @@ UPDATE_FAULTS = (
         None,
         wrapping(Updates, "__init__", tied_twice),
         peer="NVIDIA/Megatron-LM#7452",
+    ),
+    Fault(
+        "evaluation-counts-nowhere",
+        "no rank counts an evaluation",
+        None,
+        wrapping(Engine, "eval_batch", counted_nowhere),
     ),
     Fault(
         "evaluation-trains", "an evaluation takes a step", None, wrapping(Engine, "eval_batch", stepping_in_evaluation)
