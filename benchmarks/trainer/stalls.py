@@ -54,7 +54,7 @@ metrics = "{folder}/metrics.jsonl"
 [health]
 stall_s = {stall_s}
 straggler_steps = 4
-straggler_share = 0.5
+straggler_share = 1.5
 """
 
 
