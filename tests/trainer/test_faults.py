@@ -40,7 +40,7 @@ from trainer.verify.whole import assembled, copied
 
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 DP4, EP, EP_OF_TP = ParallelLayout(dp=4), ParallelLayout(ep=2, dp=2), ParallelLayout(tp=2, ep=4, dp=2, etp=1)
-OTHERWISE = {"evaluation-trains"}  # only checks of `trainer verify` look behind an evaluation
+OTHERWISE = {"evaluation-trains", "evaluation-counts-nowhere"}  # only checks of `trainer verify` look at evaluations
 COMPARED = [
     *(fault for fault in FAULTS.values() if fault.seen_by in (PLAIN, LOSSES, WEIGHTS) and fault.name not in OTHERWISE),
     *GROUP_FAULTS,

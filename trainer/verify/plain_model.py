@@ -54,9 +54,12 @@ def logits(
     return _norm(model, state, "norm", x_BSD) @ head.T
 
 
-def train(config: Config, state: State, batches: Sequence[Batch], spread: "Spread") -> Iterator[tuple[float, float]]:
+def train(
+    config: Config, state: State, batches: Sequence[Batch], spread: "Spread | None" = None
+) -> Iterator[tuple[float, float]]:
     """Train, and yield loss and gradient norm of each step; `state` holds the parameters afterwards."""
     model, optim = config.model, settled(config).optim
+    spread = spread or Spread(model)
     for value in state.values():
         value.requires_grad_()
     groups = []
