@@ -80,6 +80,9 @@ trainer eval trained --tasks none
 trainer watch trained
 trainer verify run.toml --seconds 1e-6 --allow-partial
 trainer verify run.toml --html card.html
+trainer plan run.toml --gpus 2
+trainer explain run.toml --layout dp2
+trainer explain run.toml --html explained.html
 trainer generate trained --prompt x
 trainer schedule
 trainer bench comm

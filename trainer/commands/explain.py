@@ -48,7 +48,7 @@ def run(options: Options) -> int:
         log(assumed)
     known = explained(config, source.name, options.rank)
     if options.json != "-":
-        log(f"{source.name} as {layout_of(config)}, on {known['world_size']} ranks")
+        log(f"{source.name} as {layout_of(config)}, on {known['world_size']} rank{'s' * (known['world_size'] > 1)}")
         print_known(config, known)
     write_json(options.json, known)
     if options.html:
