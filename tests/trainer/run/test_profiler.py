@@ -3,13 +3,16 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.trainer.support.training import call, curve
 from trainer.config.profile import range_of
+from trainer.engine import Engine
 from trainer.observe.kernels import by_kind, idle_ms, kind_of
+from trainer.run.profiler import Profiler
 
 
 def trace(folder: Path) -> set[str]:
@@ -57,6 +60,28 @@ def test_a_range_that_the_run_ends_in_is_written(job_config: Path, tmp_path: Pat
     flags = ["--profile-step-range", "2-9", "--profile-output-path", tmp_path / "profile", "--train-steps", 3]
     assert call("train", job_config, "--metrics", tmp_path / "m.jsonl", *flags) == 0
     assert "layer 0" in trace(tmp_path / "profile")
+
+
+def test_a_gpu_that_runs_out_of_memory_has_it_written(
+    job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = Profiler.__init__
+
+    def begin_on_gpu(self: Profiler, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self._on_gpu = True
+
+    def run_out(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Profiler, "__init__", begin_on_gpu)
+    monkeypatch.setattr(Engine, "start_step", run_out)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).touch())
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    flags = ["--profile-step-range", "2-3", "--profile-output-path", tmp_path / "profile"]
+    assert call("train", job_config, *flags, "--train-steps", 4) != 0
+    assert (tmp_path / "profile" / "memory-rank-00000.pickle").exists()
+    assert "memory" in capsys.readouterr().err
 
 
 def test_a_range_behind_the_end_is_one_line(job_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
