@@ -13,6 +13,7 @@ from trainer.model import chunk
 from trainer.model.chunk import Chunk
 from trainer.pipeline.executor import Executor
 from trainer.verify.faults.fault import PP, Fault
+from trainer.verify.faults.gradients import own_norm
 from trainer.verify.faults.planting import in_one_buffer, read_at_once, skipping, wrapping
 
 
@@ -36,14 +37,6 @@ def one_buffer(real: Any, self: Executor[Any], link_of: Any, new_buffer: Any, *r
 def stages_2_and_4_swapped(real: Any, *arguments: Any) -> list[range]:
     ranges = real(*arguments)
     return [ranges[{2: 4, 4: 2}.get(stage, stage)] for stage in range(len(ranges))]
-
-
-def own_norm(real: Any, self: Group, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    own = tensor.clone()
-    found = real(self, tensor, *args)
-    if self.name == "world" and self.size > 1:
-        found[1:] = own[1:]
-    return found
 
 
 def first_dropped(real: Any, self: Engine, name: str, batches: Any, reduce_loss: Any) -> torch.Tensor:
