@@ -178,42 +178,36 @@ def moved_bytes(sizes: Sizes) -> int:
 
 def moves_s(config: Config, rates: Rates, moves: Counter[Move]) -> float:
     """Return how long calls take, one after the other."""
-    sizes, spans = group_sizes(config), group_spans(config)
+    places = group_places(config)
     return sum(
-        count * (CALL_S + rates.collective_s(move.kind, move.num_bytes, sizes[move.group], spans[move.group]))
+        count * (CALL_S + rates.collective_s(move.kind, move.num_bytes, *places[move.group]))
         for move, count in moves.items()
     )
 
 
-def group_sizes(config: Config) -> dict[str, int]:
-    """Return how many ranks are in a group, by its name."""
+def group_places(config: Config) -> dict[str, tuple[int, int]]:
+    """Return how many ranks are in a group, and over how many neighbouring ones it reaches, by its name."""
     groups = groups_needed(layout_of(config), kv_replicas(config), config.parallel.dp_shard)
-    return {name: len(members[0]) for name, members in groups.items() if members}
-
-
-def group_spans(config: Config) -> dict[str, int]:
-    """Return over how many neighbouring ranks a group reaches, by its name."""
-    groups = groups_needed(layout_of(config), kv_replicas(config), config.parallel.dp_shard)
-    return {name: members[0][-1] - members[0][0] + 1 for name, members in groups.items() if members}
+    first = {name: members[0] for name, members in groups.items() if members}
+    return {name: (len(ranks), ranks[-1] - ranks[0] + 1) for name, ranks in first.items()}
 
 
 def store_s(config: Config, rates: Rates, pp: int, busy: float) -> tuple[float, float]:
     """Return the exposed seconds of sums and gathers of weights of a rank, and those of its update."""
     parallel, layout = config.parallel, layout_of(config)
     dtype = DTYPES[config.train.precision]
-    wide, sizes, spans = wide_dtype(dtype), group_sizes(config), group_spans(config)
+    wide, places = wide_dtype(dtype), group_places(config)
     names = {axes: name for name, axes in GROUPS.items()}
     number, sums, gathers, owned = config.train.gradient_accumulation_steps, 0.0, 0.0, 0.0
     for run in local_runs(config, parameter_table(config), layout, Coords(pp=pp)):
-        name = names[run.holders]
-        place = sizes[name], spans[name]
+        place = places[names[run.holders]]
         times = number if parallel.zero_stage >= 2 else 1
         width = dtype.itemsize if parallel.grad_reduce == "bf16" else wide.itemsize
         kind = "reduce_scatter" if parallel.zero_stage else "all_reduce"
         sums += times * rates.collective_s(kind, run.numel * width, *place)
         passes = 1 if parallel.zero_stage < 3 or keeps_gathered(config) else 2 * number
         gathers += passes * rates.collective_s("all_gather", run.numel * dtype.itemsize, *place)
-        owned += run.numel / (sizes[name] if parallel.zero_stage else 1)
+        owned += run.numel / (place[0] if parallel.zero_stage else 1)
     if parallel.zero_stage == 3:  # all beside passes, on the same links
         return max(sums + gathers - busy, 0.0), owned * STATE_BYTES / rates.memory
     beside = busy * (1.0 if parallel.zero_stage == 2 else 2 / 3 / number) * parallel.overlap_grad_reduce
