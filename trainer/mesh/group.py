@@ -5,16 +5,16 @@ between processes (trainer/mesh/processes.py), or threads of one process in the 
 transport and its collectives do nothing. Source of the buffers' form: ZeRO (Rajbhandari et al., 2020).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.job.page import Calls
-from trainer.mesh.clock import Clock
+from trainer.mesh.clock import Clock, Moment, Span
 from trainer.mesh.layout import Axes, Axis
 
 Op = Literal["sum", "max"]
@@ -73,14 +73,17 @@ class Work:
     def wait(self) -> Tensor:
         """Wait until the tensor may be used, and return it; on CUDA the current stream waits, not the host."""
         if self.handle is not None:
-            cause = "bubble" if self.kind in ("send", "receive") else self.group.cause
             calls = self.group.calls
             if calls is not None:
                 calls.wait(self.kind, self.number)
-            with self.group.naming(self.kind), self.group.clock.span(cause):
-                self.handle.wait()
+            with self.group.waiting(self.kind) as is_timed:
+                try:
+                    self.handle.wait()
+                except RuntimeError as error:
+                    self.group.name_in(error, self.kind)
+                    raise
             if calls is not None:
-                calls.end(self.kind, self.number, self.group.clock.last)
+                calls.end(self.kind, self.number, self.group.end(is_timed=is_timed))
         return self.tensor
 
 
@@ -103,12 +106,17 @@ class Group:
     @property
     def cause(self) -> str:
         """Return under which name the clock counts waits for it: by the axes that its ranks differ in."""
-        if self.axes == (Axis.CP,):
-            return "comm_cp"
-        if self.axes in ((Axis.TP,), (Axis.KV,)):
-            return "comm_tp"
-        over_samples = {Axis.DP, Axis.EDP, Axis.SHARD, Axis.REPLICA}
-        return "comm_world" if over_samples.isdisjoint(self.axes) else "comm_dp"
+        return _cause_of(self.axes)
+
+    def waiting(self, kind: str) -> Span:
+        """Return the span of a wait for a call."""
+        if kind in ("send", "receive"):
+            return self.clock.span("bubble")
+        return self.clock.span(_cause_of(self.axes), is_sampled=_is_in_passes(self.axes))
+
+    def end(self, *, is_timed: bool) -> Moment:
+        """Return where a call's wait ends in the device's work, whose span is over, or was not counted."""
+        return self.clock.last if is_timed else self.clock.moment()
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce in place over the group and return the tensor."""
@@ -183,37 +191,54 @@ class Group:
         """Begin to fill the tensor with the next one that the rank at place `source` sends."""
         return self._work("receive", tensor, self._transfer("receive", tensor, source))
 
-    @contextmanager
-    def naming(self, kind: str) -> Iterator[None]:
-        """Add to an error inside which call of which group failed."""
-        try:
-            yield
-        except RuntimeError as error:
-            shown = ", ".join(map(str, self.ranks[:8])) + (" ..." if self.size > 8 else "")
-            error.add_note(f"in {kind} of group {self.name}, ranks {shown}")
-            raise
+    def name_in(self, error: RuntimeError, kind: str) -> None:
+        """Add to an error which call of which group failed."""
+        shown = ", ".join(map(str, self.ranks[:8])) + (" ..." if self.size > 8 else "")
+        error.add_note(f"in {kind} of group {self.name}, ranks {shown}")
 
     def _call(self, kind: str, tensor: Tensor | Tensors, *arguments: Any, is_async: bool = False) -> Handle | None:
         if self.transport is None:
             return None
         call = getattr(self.transport, kind)
         number = self.calls.begin(kind, waits=not is_async) if self.calls is not None else 0
-        with self.naming(kind):
+        try:
             if is_async:  # it is waited for later
                 return call(tensor, *arguments, is_async=True)
-            with self.clock.span(self.cause):
+            with self.waiting(kind) as is_timed:
                 handle = call(tensor, *arguments, is_async=False)
+        except RuntimeError as error:
+            self.name_in(error, kind)
+            raise
         if self.calls is not None:
-            self.calls.end(kind, number, self.clock.last)
+            self.calls.end(kind, number, self.end(is_timed=is_timed))
         return handle
 
     def _transfer(self, kind: str, tensor: Tensor, peer: int) -> Handle | None:
         assert self.transport is not None, f"group {self.name}: rank {self.ranks[0]} alone has nobody to {kind}"
         if self.calls is not None:
             self.calls.begin(kind)
-        with self.naming(kind):
+        try:
             return getattr(self.transport, kind)(tensor, peer)
+        except RuntimeError as error:
+            self.name_in(error, kind)
+            raise
 
     def _work(self, kind: str, tensor: Tensor, handle: Handle | None, other: Tensor | None = None) -> Work:
         """Return the call that was begun last."""
         return Work(self, kind, tensor, handle, other, self.calls.count if self.calls is not None else 0)
+
+
+@cache
+def _cause_of(axes: Axes) -> str:
+    if axes == (Axis.CP,):
+        return "comm_cp"
+    if axes in ((Axis.TP,), (Axis.KV,)):
+        return "comm_tp"
+    over_samples = {Axis.DP, Axis.EDP, Axis.SHARD, Axis.REPLICA}
+    return "comm_world" if over_samples.isdisjoint(axes) else "comm_dp"
+
+
+@cache
+def _is_in_passes(axes: Axes) -> bool:
+    """Return whether each pass has calls along these axes, as one of them has no samples of its own."""
+    return {Axis.TP, Axis.KV, Axis.CP, Axis.EP}.issuperset(axes)

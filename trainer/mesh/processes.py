@@ -1,6 +1,8 @@
 """Processes: torch.distributed as what carries groups. On GPUs a group is NCCL alone, on CPUs gloo.
 
 Each group has the run's timeout, else torch's default would apply, and a description, by which torch's log names it.
+The calls that each pass makes go to torch's group itself: its functions take as long to check and log a call as NCCL
+takes to start it.
 """
 
 from collections.abc import Sequence
@@ -11,14 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from trainer.mesh.group import Handle, Op, Sizes, Tensors
 
-# torch 2.13 renames both
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# torch 2.13 renames these
+_all_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_all_gathers: Any = (
+    getattr(dist.ProcessGroup, "all_gather_single_coalesced", None) or dist.ProcessGroup.allgather_into_tensor_coalesced
+)
+_reduce_scatter: Any = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+)
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Processes:
@@ -47,7 +54,9 @@ class Channel:
     index: int
 
     def all_reduce(self, tensor: Tensor, op: Op, *, is_async: bool) -> Handle | None:
-        return dist.all_reduce(tensor, group=self.handle, op=_OPS[op], async_op=is_async)
+        options = AllreduceOptions()
+        options.reduceOp, options.asyncOp = _OPS[op], is_async
+        return _begun(self.handle.allreduce([tensor], options), is_async=is_async)
 
     def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> Handle | None:
         return dist.broadcast(tensor, group=self.handle, group_src=source, async_op=is_async)
@@ -55,7 +64,10 @@ class Channel:
     def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None:
         place = self._share(flat)
         if flat.is_cuda:
-            return _reduce_scatter(place if share is None else share, flat, group=self.handle, async_op=is_async)
+            options = ReduceScatterOptions()
+            options.reduceOp, options.asyncOp = _OPS["sum"], is_async
+            to = place if share is None else share
+            return _begun(_reduce_scatter(self.handle, to, flat, options), is_async=is_async)
         # gloo's all-reduce is 2-3 times as fast as its reduce-scatter, with equal bits
         summing = self.all_reduce(flat, "sum", is_async=is_async)
         if share is None:
@@ -70,18 +82,14 @@ class Channel:
         if share is None:
             place = self._share(flat)
             share = place if flat.is_cuda else place.clone()  # NCCL takes it where it is
-        return _all_gather(flat, share, group=self.handle, async_op=is_async)
+        options = AllgatherOptions()
+        options.asyncOp = is_async
+        return _begun(_all_gather(self.handle, flat, share, options), is_async=is_async)
 
     def all_gather_coalesced(self, flats: Tensors, shares: Tensors, *, is_async: bool) -> Handle | None:
         options = AllgatherOptions()
         options.asyncOp = is_async
-        group: Any = self.handle
-        gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-        handle: Handle = gather(list(flats), list(shares), options)
-        if is_async:
-            return handle
-        handle.wait()
-        return None
+        return _begun(_all_gathers(self.handle, list(flats), list(shares), options), is_async=is_async)
 
     def all_to_all(
         self, received: Tensor, flat: Tensor, to_each: Sizes = None, from_each: Sizes = None, *, is_async: bool
@@ -110,3 +118,12 @@ class Copying:
         if self.handle is not None:
             self.handle.wait()
         self.to.copy_(self.part)
+
+
+def _begun(handle: Handle | None, *, is_async: bool) -> Handle | None:
+    """Return the handle of a call, or wait for it."""
+    if is_async:
+        return handle
+    if handle is not None:
+        handle.wait()
+    return None

@@ -6,6 +6,7 @@ enqueued on the current stream of the tensor's device.
 
 import ctypes
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -60,6 +61,8 @@ CUDA_PROTOTYPES: Prototypes = {
 }
 
 _calls: Counter[str] = Counter()
+_HERE = nullcontext()
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of torch built with CUDA
 
 
 @cache
@@ -106,9 +109,9 @@ def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
     if tensor.device.type == "cpu":
         status = _function(op)(code, *arguments, torch.get_num_threads())
     else:
-        with torch.cuda.device(tensor.device):
-            function = _function(f"{op}_cuda")
-            status = function(code, *arguments, torch.cuda.current_stream(tensor.device).cuda_stream)
+        function = _function(f"{op}_cuda")
+        with _on(tensor):
+            status = function(code, *arguments, _stream(tensor))
     if status != 0:
         text = library().op_error_text(status).decode()
         raise RuntimeError(f"op_{op} on {tensor.device}, {tensor.dtype} {list(tensor.shape)}: {text} (code {status})")
@@ -124,8 +127,27 @@ def partials(op: str, tensor: torch.Tensor, size: Any) -> int:
     """Return how many rows of scratch memory the backward of `op` needs on the tensor's device, by its C function."""
     if tensor.device.type == "cpu":
         return int(_function(f"{op}_partials")(size))
-    with torch.cuda.device(tensor.device):
-        return int(_function(f"{op}_partials_cuda")(size))
+    with _on(tensor):
+        return _partials(op, size) if isinstance(size, int) else int(_function(f"{op}_partials_cuda")(size))
+
+
+@cache
+def _partials(op: str, size: int) -> int:
+    """Return the same for the GPUs of this process, which are alike."""
+    return int(_function(f"{op}_partials_cuda")(size))
+
+
+def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make a tensor's GPU the current one, which it nearly always is: to ask is cheaper than to set it."""
+    index = tensor.get_device()
+    return _HERE if index == torch.cuda.current_device() else torch.cuda.device(index)
+
+
+def _stream(tensor: torch.Tensor) -> int:
+    """Return the current stream of a tensor's GPU, without the object that torch makes of it where that can be had."""
+    if _raw_stream is not None:
+        return int(_raw_stream(tensor.get_device()))
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 def dtype_code(op: str, tensor: torch.Tensor) -> int:
