@@ -95,6 +95,9 @@ def fp8_faults(config: Config) -> Iterator[Fault]:
             text = f"fp8.skip {pattern} fits no weight of a linear in blocks; their names are such as {names[0]}"
             yield {"fp8.skip", "model.num_layers"}, text
     parts = [linear for group in groups if _why_left(config, group) is None for linear in group]
+    if not parts:
+        text = f"fp8.recipe {fp8.recipe} has no weight left: {left_weights(config)[0]}: --fp8 off"
+        yield {"fp8.recipe", "fp8.skip", "model.hidden_size"}, text
     for linear in [each for each in parts if any(side % fp8.size for side in each.own)][:1]:
         text = "{} is {} x {} on each of ".format(linear.name, *linear.own)
         text += f"parallel.tp {parallel.tp} ranks, and fp8.recipe {fp8.recipe} takes multiples of {fp8.size}"

@@ -73,13 +73,13 @@ def maxima(x_RC: Tensor, scaling: Scaling, *, rows: bool = True, columns: bool =
         native.call("fp8_maxima", x_RC, SCALINGS.index(scaling), x_RC.data_ptr(), largest.data_ptr(), *x_RC.shape)
         parts = largest.split(sizes)
         return parts[0] if rows else None, parts[-1] if columns else None
-    magnitudes_RC = x_RC.abs()
+    wide = wide_dtype(x_RC.dtype)
     if scaling == "tensor":
-        largest = magnitudes_RC.amax().to(wide_dtype(x_RC.dtype)).view(1)
+        largest = _group_maxima(x_RC, scaling).to(wide)
         return largest if rows else None, largest if columns else None
     by_row, by_column = (
-        magnitudes_RC.amax(dim).to(wide_dtype(x_RC.dtype)) if needed else None
-        for dim, needed in ((1, rows), (0, columns))
+        _group_maxima(each, scaling).to(wide) if needed else None
+        for each, needed in ((x_RC, rows), (x_RC.t(), columns))
     )
     return by_row, by_column
 
@@ -209,14 +209,14 @@ def scales_of(largest: Tensor, dtype: torch.dtype, *, pow2: bool) -> Tensor:
     return scales.masked_fill(largest == 0, 1.0).masked_fill(~largest.isfinite(), torch.nan)
 
 
-def _group_maxima(wide_RC: Tensor, scaling: Scaling) -> Tensor:
+def _group_maxima(x_RC: Tensor, scaling: Scaling) -> Tensor:
     """Return the largest magnitude of each group: [1], [R], [R, C / 128] or [R / 128, C / 128], rounded up."""
-    magnitudes_RC = wide_RC.abs()
+    magnitudes_RC = x_RC.abs()
     if scaling == "tensor":
         return magnitudes_RC.amax().view(1)
     if scaling == "row":
         return magnitudes_RC.amax(1)
-    num_rows, num_columns = wide_RC.shape
+    num_rows, num_columns = x_RC.shape
     if scaling == "tile":
         return magnitudes_RC.reshape(num_rows, -1, SIZE).amax(2)
     groups_R, groups_C = _num_groups(num_rows), _num_groups(num_columns)

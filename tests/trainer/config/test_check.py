@@ -188,6 +188,12 @@ def test_rows_that_ranks_do_not_share(model: dict, parallel: dict, world_size: i
         ),
         (
             {},
+            {"recipe": "rowwise", "skip": ("*",)},
+            {},
+            "fp8.recipe rowwise has no weight left: attn.q is left by fp8.skip, and so attn.k, attn.v: --fp8 off",
+        ),
+        (
+            {},
             {"recipe": "blockwise", "wgrad": "fp8"},
             {"cp": 4, "cp_method": "ulysses"},
             "fp8.wgrad fp8 adds up 64 tokens of a rank, and fp8.recipe blockwise takes multiples of 128: --fp8.wgrad "
@@ -202,7 +208,15 @@ def test_rows_that_ranks_do_not_share(model: dict, parallel: dict, world_size: i
             "--fp8.recipe tensorwise",
         ),
     ],
-    ids=["part off 128", "part off 16", "no such weight", "tokens off 128", "parts of tokens", "without effect"],
+    ids=[
+        "part off 128",
+        "part off 16",
+        "no such weight",
+        "no weight left",
+        "tokens off 128",
+        "parts of tokens",
+        "without effect",
+    ],
 )
 def test_products_in_eight_bits_that_do_not_fit_are_refused(
     model: dict[str, Any], fp8: dict[str, Any], parallel: dict[str, Any], text: str
