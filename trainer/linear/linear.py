@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.linear.overlapped import TokenCut
 from trainer.linear.weight import Weight, add_bias_gradient
+from trainer.ops.once import differentiable_once
 
 
 class MakeX(Protocol):
@@ -68,12 +69,12 @@ class _Linear(torch.autograd.Function):
         if scatter is not None:
             return scatter.start_sum(x_TK, num_rows, multiply).wait()
         assert gather is not None, "one of the two"
-        out_SN = x_TK.new_empty(gather.group.size * len(x_TK), num_rows)
+        out_SN = x_TK.new_empty(gather.group.size * x_TK.shape[0], num_rows)
         gather.multiply_gathered(x_TK, out_SN, multiply)
         return out_SN
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         weight, gather, scatter = ctx.weight, ctx.gather, ctx.scatter
@@ -92,7 +93,7 @@ class _Linear(torch.autograd.Function):
             sums = gather.start_sum(dy_TN, num_columns, multiply)  # and the last sum beside those for the gradients
             tensors = (gathering.wait(),)
         elif scatter is not None:
-            dx = dy_TN.new_empty(scatter.group.size * len(dy_TN), num_columns)
+            dx = dy_TN.new_empty(scatter.group.size * dy_TN.shape[0], num_columns)
             dy_TN = scatter.multiply_and_gather(dy_TN, dx, multiply)
         else:
             shared.append(gemm.share(dy_TN))
@@ -122,7 +123,7 @@ class _AddBias(torch.autograd.Function):
         return x_TN + bias.values
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None]:
         ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
         return dy_TN, None

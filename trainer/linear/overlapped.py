@@ -37,13 +37,13 @@ class TokenCut:
         if self.num_parts == 1:
             product(self.group.start_gather(own_TK).wait(), out_SN)
             return
-        parts = parts_of(len(own_TK), self.num_parts)
+        parts = parts_of(own_TK.shape[0], self.num_parts)
         gathers = [self.group.start_gather(own_TK[part]) for part in parts]
         product(own_TK, self.group.share(out_SN))
         for part, gather in zip(parts, gathers, strict=True):
             for index, rows in enumerate(gather.wait().chunk(self.group.size)):
                 if index != self.group.index:
-                    product(rows, out_SN[self.rows(index, part, len(own_TK))])
+                    product(rows, out_SN[self.rows(index, part, own_TK.shape[0])])
 
     def multiply_and_gather(self, own_TN: Tensor, out_SK: Tensor, product: Product) -> Tensor:
         """Write the product of the rows of all ranks, and return those rows, [S, N], which travel as one part."""
@@ -52,17 +52,17 @@ class TokenCut:
             all_SN = gather.wait()
             product(all_SN, out_SK)
             return all_SN
-        first, num_rows = self.group.index * len(own_TN), len(own_TN)
+        first, num_rows = self.group.index * own_TN.shape[0], own_TN.shape[0]
         product(own_TN, self.group.share(out_SK))
         all_SN = gather.wait()
-        for others in (slice(0, first), slice(first + num_rows, len(all_SN))):
+        for others in (slice(0, first), slice(first + num_rows, all_SN.shape[0])):
             if others.start < others.stop:
                 product(all_SN[others], out_SK[others])
         return all_SN
 
     def start_sum(self, all_SK: Tensor, num_columns: int, product: Product) -> "Sums":
         """Begin to sum the products of the ranks, of which each keeps its own rows, [T, num_columns]."""
-        num_rows = len(all_SK) // self.group.size
+        num_rows = all_SK.shape[0] // self.group.size
         out_TN = all_SK.new_empty(num_rows, num_columns)
         works = []
         for part in parts_of(num_rows, self.num_parts):

@@ -142,7 +142,7 @@ class Group:
         if self.transport is None:
             return Work(self, "all_gather", share if whole is None else whole.copy_(share), None)
         if whole is None:
-            whole = share.new_empty(self.size * len(share), *share.shape[1:])
+            whole = share.new_empty(self.size * share.shape[0], *share.shape[1:])
         return self._work("all_gather", whole, self._call("all_gather", whole, share, is_async=True), share)
 
     def start_gathers(self, shares: Tensors, wholes: Tensors) -> Work:

@@ -23,6 +23,7 @@ from trainer.config.resolve import cuts_tokens, has_experts
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.microbatch import MicroBatch, Scale
+from trainer.ops.once import differentiable_once
 from trainer.parallel.expert import ExpertParallel
 from trainer.parallel.rows import RowLimit
 from trainer.parallel.tensor import TensorParallel
@@ -181,7 +182,7 @@ class _WithLoss(torch.autograd.Function):
         return scores_TE.view_as(scores_TE)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dscores_TE: Tensor) -> tuple[Tensor, Tensor, None]:
         return dscores_TE, ctx.scale(), None
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainer.linear.weight import Weight, add_or_write
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.once import differentiable_once
 from trainer.parallel.tensor import TensorParallel
 
 
@@ -43,7 +44,7 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(rows_T, weight.values)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, None, None]:
         (rows_T,) = ctx.saved_tensors
         weight: Weight = ctx.weight

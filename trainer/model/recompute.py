@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.config import TrainConfig
 from trainer.model.norm import Norm
+from trainer.ops.once import differentiable_once
 
 # from a norm and the stream: the stream, a linear's input, and what else the linear reads
 Inner = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -115,7 +116,7 @@ class _MadeAgain(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, outputs = _made(ctx)
         ctx.made = None

@@ -15,6 +15,7 @@ from trainer.linear.weight import Weight, add_product
 from trainer.model.balance import LayerBalance
 from trainer.model.microbatch import MicroBatch
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.once import differentiable_once
 from trainer.store.unit import Unit
 
 
@@ -61,7 +62,7 @@ class _Product(torch.autograd.Function):
         return x_TD.to(wide) @ weight.values.to(wide).t()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor, None]:
         (x_TD,) = ctx.saved_tensors
         weight: Weight = ctx.weight

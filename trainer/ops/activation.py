@@ -15,6 +15,7 @@ from torch import Tensor
 from threefold.errors import UserError
 from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.once import differentiable_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Activation:
         """Return the product, [T, F]; x is contiguous."""
         if self.form != "csrc":
             return forms.forward(self.form, _reference, x_TC, self.num_parts)[0]
-        y_TF = x_TC.new_empty(len(x_TC), self._columns(x_TC))
+        y_TF = x_TC.new_empty(x_TC.shape[0], self._columns(x_TC))
         native.call("activation_forward", x_TC, self.code, x_TC.data_ptr(), y_TF.data_ptr(), *y_TF.shape)
         return y_TF
 
@@ -50,7 +51,7 @@ class Activation:
 
     def _backward(self, dy_TF: Tensor, x_TC: Tensor, dx_TC: Tensor, y_TF: Tensor | None) -> None:
         pointers = (dy_TF.data_ptr(), x_TC.data_ptr(), dx_TC.data_ptr(), None if y_TF is None else y_TF.data_ptr())
-        native.call("activation_backward", x_TC, self.code, *pointers, len(x_TC), self._columns(x_TC))
+        native.call("activation_backward", x_TC, self.code, *pointers, x_TC.shape[0], self._columns(x_TC))
 
     def _columns(self, x_TC: Tensor) -> int:
         if x_TC.dim() != 2 or x_TC.shape[1] % self.num_parts or not x_TC.is_contiguous():
@@ -94,7 +95,7 @@ class _Activate(torch.autograd.Function):
         return activation.forward(x_TC)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor, None]:
         (x_TC,) = ctx.saved_tensors
         dx_TC = torch.empty_like(x_TC)

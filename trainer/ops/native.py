@@ -167,6 +167,7 @@ def dtype_code(op: str, tensor: torch.Tensor) -> int:
     return codes[tensor.dtype]
 
 
+@cache
 def _function(name: str) -> Any:
     function = getattr(library(), f"op_{name}", None)
     if function is None:

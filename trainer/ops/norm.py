@@ -18,6 +18,7 @@ from torch import Tensor
 from threefold.errors import UserError
 from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.once import differentiable_once
 
 RMS_NORM, LAYER_NORM = 0, 1  # csrc/ops/ops.h: op_norm
 
@@ -166,7 +167,7 @@ class _AddNorm(torch.autograd.Function):
         return y, total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
         has_residual = ctx.needs_input_grad[1]
         if dy is None:  # y was not used

@@ -20,6 +20,7 @@ from trainer.config import ModelConfig
 from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
 from trainer.ops.norm import Handles, add_norm_reference
+from trainer.ops.once import differentiable_once
 
 
 class _Heads(ctypes.Structure):  # op_heads of csrc/ops/ops.h
@@ -181,12 +182,17 @@ def rope_forward(
         return q, k, v
     num_heads, num_kv_heads = counts
     size = qkv_TC.shape[1] // (num_heads + 2 * num_kv_heads)
-    turned = qkv_TC if in_place else qkv_TC.new_empty(len(qkv_TC), (num_heads + num_kv_heads) * size)
+    turned = qkv_TC if in_place else qkv_TC.new_empty(qkv_TC.shape[0], (num_heads + num_kv_heads) * size)
     heads = _heads(qkv_TC, turns_TH, counts, norm)
     native.call("rope_forward", qkv_TC, ctypes.byref(heads), qkv_TC.data_ptr(), turned.data_ptr(), turned.shape[1])
     k_end = (num_heads + num_kv_heads) * size
     q, k = turned[:, : num_heads * size], turned[:, num_heads * size : k_end]
-    return q.unflatten(1, (-1, size)), k.unflatten(1, (-1, size)), qkv_TC[:, k_end:].unflatten(1, (-1, size))
+    num_tokens = qkv_TC.shape[0]
+    return (
+        q.view(num_tokens, num_heads, size),
+        k.view(num_tokens, num_kv_heads, size),
+        qkv_TC[:, k_end:].view(num_tokens, num_kv_heads, size),
+    )
 
 
 def rope_backward(
@@ -199,7 +205,7 @@ def rope_backward(
     """
     dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in gradients)
     counts, size = (dq.shape[1], dk.shape[1]), dq.shape[2]
-    dqkv = dq.new_empty(len(dq), (counts[0] + 2 * counts[1]) * size)
+    dqkv = dq.new_empty(dq.shape[0], (counts[0] + 2 * counts[1]) * size)
     if form != "csrc":
         given = dqkv.zero_() if qkv_TC is None else qkv_TC, turns_TH, *_weights(norm, dqkv.dtype), counts
         wanted = (0,) if norm is None else (0, 2, 3)
@@ -243,7 +249,7 @@ class _Rope(torch.autograd.Function):
         return rope_forward(qkv, turns, counts, norm, in_place=in_place, form=ctx.form)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         turns, q_weight, k_weight, qkv = ctx.saved_tensors
         norm = _norm(ctx.handles, q_weight, k_weight, ctx.eps)

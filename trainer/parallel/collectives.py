@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.mesh.group import Group
+from trainer.ops.once import differentiable_once
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
@@ -54,6 +55,6 @@ class _Pair(torch.autograd.Function):
         return forward(x.detach().contiguous())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return ctx.backward_of(dy.contiguous()), None, None

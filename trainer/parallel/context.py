@@ -20,6 +20,7 @@ from torch import Tensor
 from trainer.mesh.group import Group, Work
 from trainer.ops.attention.seam import Backend, Mask, attention, check
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.once import differentiable_once
 from trainer.parallel.places import Runs, halves_of, share_of
 
 WORD = torch.complex128
@@ -139,7 +140,7 @@ class _ToKeys(torch.autograd.Function):
         return made[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         halves: _Halves = ctx.halves
@@ -190,7 +191,7 @@ class _ToHeads(torch.autograd.Function):
         return _by_token([work.wait().unflatten(0, (size, -1)) for work in returning], q.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         group, saved = ctx.group, ctx.saved_tensors
         of_parts = [saved[place : place + 5] for place in range(0, len(saved), 5)]

@@ -15,6 +15,7 @@ from trainer.linear.weight import Weight
 from trainer.mesh.group import Group
 from trainer.ops.cross_entropy import VocabularyPart, has_dense_rows, row_sums, write_gradient
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.once import differentiable_once
 
 
 def vocab_cross_entropy(
@@ -41,7 +42,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return losses(sums_3T, z_loss)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, labels_T, sums_3T = ctx.saved_tensors
         write_gradient(logits_TV, labels_T, ctx.part, factors(sums_3T, dloss_T, ctx.z_loss))
@@ -107,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss_T
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None]:
         return ctx.saved_tensors[0], None, None
 

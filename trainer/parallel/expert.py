@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.linear.grouped import GroupedGemm
 from trainer.mesh.group import Group
 from trainer.ops.experts import NATIVE, ExpertRows
+from trainer.ops.once import differentiable_once
 from trainer.parallel.dispatch import Coming, Dispatch, Exchanged, Gathered, Routes, TokenGroups
 from trainer.parallel.rows import RowLimit
 from trainer.parallel.tensor import TensorParallel
@@ -110,7 +111,7 @@ class _Widen(torch.autograd.Function):
         return tuple(up.forward(x_rows(), way[1]) for x_rows, way in zip(rows, ways, strict=True))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *dpacked: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, *routes = ctx.saved_tensors
         experts, up, k = ctx.experts, ctx.up, ctx.k
@@ -142,7 +143,7 @@ class _Narrow(torch.autograd.Function):
         return joined(sums)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
         experts, down, count = ctx.experts, ctx.down, len(ctx.shapes)
         saved = ctx.saved_tensors

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
+from trainer.ops.once import differentiable_once
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -136,7 +137,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
