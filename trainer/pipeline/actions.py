@@ -57,3 +57,15 @@ def peak_live(row: Sequence[Action], before_b: int = 1, before_w: int = 1) -> in
             kept -= before_w
         peak = max(peak, kept)
     return peak
+
+
+def peak_received(row: Sequence[Action]) -> int:
+    """Return how many tensors a row has asked for at most that no pass reads yet: of RF0 RF1 F0 RF2 F1 it is 2."""
+    asked: set[tuple[str, int, int]] = set()
+    peak = 0
+    for kind, stage, m in row:
+        if kind in ("RF", "RB"):
+            asked.add((kind[1], stage, m))
+            peak = max(peak, len(asked))
+        asked.discard((kind, stage, m))
+    return peak

@@ -1,10 +1,11 @@
 """The executor: runs a rank's row of actions against its neighbours, whatever schedule and passes made the row.
 
-A receive is begun at its action and waited for by the pass that reads it. A send waits while `max_sends` earlier ones
-on its link are under way, so what is kept for sending stays bounded whatever the number of micro-batches. Between the
-two passes of a micro-batch its graph is kept, but not its output: that is freed once sent. Between B and W what the
-products for the gradients of weights read is kept: the input of each linear and the gradient of its output. Whoever
-makes gradients may ask whether the pass in work is the last of its kind on its stage.
+A receive is begun at its action and waited for by the pass that reads it, which may be the one after the next. A send
+waits while `max_sends` earlier ones on its link are under way, so what is kept for sending stays bounded whatever the
+number of micro-batches. Between the two passes of a micro-batch its graph is kept, but not its output: that is freed
+once sent. Between B and W what the products for the gradients of weights read is kept: the input of each linear and
+the gradient of its output. Whoever makes gradients may ask whether the pass in work is the last of its kind on its
+stage.
 """
 
 from collections import defaultdict, deque

@@ -23,6 +23,7 @@ from itertools import pairwise
 
 from threefold.errors import UserError
 from trainer.pipeline.actions import Action, Schedule, stage_ranks
+from trainer.pipeline.ahead import made_by, posted_ahead
 
 Rows = list[list[Action]]
 
@@ -126,32 +127,37 @@ def in_turn(
     return row + [action._replace(kind="W") for action in (backward[-lag:] if lag else ())]
 
 
-def with_transfers(schedule: Schedule, ahead: int = 0) -> list[list[Action]]:
-    """Return a schedule with sends and receives; each receive is posted `ahead` passes before its tensor is read.
+def with_transfers(schedule: Schedule, ahead: int | None = None) -> list[list[Action]]:
+    """Return a schedule with sends and receives, each of which is posted one pass before its tensor is read, if safe.
 
+    `posted_ahead` says for which. With a number each receive is posted so many passes ahead, safe or not: with 1, rank
+    1 of 2 has RF0 RF1 F0 B0 SB0 F1 B1 SB1 of F0 B0 F1 B1. `simulate(..., blocking=True)` finds rows that may stop.
     A send comes right after the pass that made the tensor. Stages on one rank need none, and a W makes nothing that
-    travels. With ahead 1, rank 1 of 2 has RF0 RF1 F0 B0 SB0 F1 B1 SB1 of F0 B0 F1 B1. Between two ranks the tensors of
-    one direction have one order on both ends.
-
-    Posting ahead is not for GPUs yet: two of them never finished a step of 1F1B with tensors of 32 MiB. NCCL waits for
-    a tensor in a kernel; if anything waits for all kernels, two ranks that posted ahead wait for each other.
-    `simulate(..., blocking=True)` finds such rows.
+    travels. Between two ranks the tensors of one direction have one order on both ends.
     """
     ranks = stage_ranks(schedule)
-    return [_row_with_transfers(rank, row, ranks, ahead) for rank, row in enumerate(schedule)]
-
-
-def _row_with_transfers(rank: int, row: Sequence[Action], ranks: dict[int, int], ahead: int) -> list[Action]:
-    widened: list[Action] = []
-    num_posted = 0
-    for number, action in enumerate(row):
-        for later in row[num_posted : number + ahead + 1]:
-            before = {"F": later.stage - 1, "B": later.stage + 1}.get(later.kind, later.stage)
-            if ranks.get(before, rank) != rank:
-                widened.append(Action("RF" if later.kind == "F" else "RB", later.stage, later.microbatch))
-        num_posted = number + ahead + 1
-        widened.append(action)
-        after = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind, action.stage)
-        if ranks.get(after, rank) != rank:
-            widened.append(Action("SF" if action.kind == "F" else "SB", action.stage, action.microbatch))
+    early = posted_ahead(schedule) if ahead is None else set()
+    widened = []
+    for rank, row in enumerate(schedule):
+        posted: list[list[Action]] = [[] for _ in row]  # before each pass
+        for place, reader in enumerate(row):
+            if ranks.get(made_by(reader).stage, rank) != rank:
+                earlier = reader in early if ahead is None else ahead
+                receive = Action("RF" if reader.kind == "F" else "RB", reader.stage, reader.microbatch)
+                posted[max(place - earlier, 0)].append(receive)
+        widened.append(
+            [
+                action
+                for receives, maker in zip(posted, row, strict=True)
+                for action in (*receives, maker, *_sends(maker, ranks))
+            ]
+        )
     return widened
+
+
+def _sends(maker: Action, ranks: dict[int, int]) -> list[Action]:
+    """Return the send of what a pass made, if another rank reads it."""
+    after = maker.stage + {"F": 1, "B": -1}.get(maker.kind, 0)
+    if after not in ranks or ranks[after] == ranks[maker.stage]:
+        return []
+    return [Action("SF" if maker.kind == "F" else "SB", maker.stage, maker.microbatch)]

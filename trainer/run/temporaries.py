@@ -8,10 +8,12 @@ Kernels of attention on GPUs sum gradients in the wide dtype. Source: Dao, "Flas
 from itertools import accumulate
 
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, gathers_keys
+from trainer.config.resolve import cuts_tokens, gathers_keys, schedule_of
 from trainer.engine import DTYPES
 from trainer.model.recompute import Recompute
 from trainer.ops.dtypes import wide_dtype
+from trainer.pipeline.actions import peak_received
+from trainer.pipeline.schedules import rank_actions
 from trainer.run.activations import Sizes, stage_layers_of
 
 
@@ -30,9 +32,14 @@ def temporary_bytes(config: Config, pp: int) -> int:
     at_ends = [head_bytes(config, sizes)] * (head > 0) + [embedding_bytes(config, sizes) - all_layers - head] * (
         pp == 0
     )
-    return max(max(at_layers) - head, *at_ends, 0) + 2 * sizes.stream * (
-        parallel.pp > 1
-    )  # what is sent, and what comes
+    return max(max(at_layers) - head, *at_ends, 0) + num_transfers(config, pp) * sizes.stream
+
+
+def num_transfers(config: Config, pp: int) -> int:
+    """Return how many tensors of a rank are on their way at once: one that is sent, and those that come."""
+    parallel, number = config.parallel, config.train.gradient_accumulation_steps
+    row = rank_actions(schedule_of(config), parallel.pp, number, parallel.virtual_stages, pp)
+    return 1 + peak_received(row) if parallel.pp > 1 else 0
 
 
 def embedding_bytes(config: Config, sizes: Sizes) -> int:

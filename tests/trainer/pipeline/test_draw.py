@@ -9,7 +9,7 @@ from tests.trainer.support.training import ROOT, call
 from threefold.errors import UserError
 from trainer.pipeline.actions import PASSES, Action
 from trainer.pipeline.draw import draw
-from trainer.pipeline.schedules import one_f_one_b, with_transfers, zb_h1
+from trainer.pipeline.schedules import SCHEDULES, one_f_one_b, with_transfers, zb_h1
 from trainer.pipeline.simulate import costs, measured_costs, simulate
 
 GRID = """\
@@ -130,7 +130,7 @@ def test_the_page_and_its_picture_show_what_is_drawn(capsys: pytest.CaptureFixtu
     for command, expected in pairs:
         assert call(*command.split()) == 0
         assert capsys.readouterr().out == expected
-    for name, bubble, live in re.findall(r"^\| (`.*) \| (.*)% \| (.*) \|$", page, re.MULTILINE):
+    for name, bubble, live in re.findall(r"^\| (`.*) \| (.*)% \| ([\d. ]*) \|$", page, re.MULTILINE):
         schedule, _, vpp = name.replace("`", "").partition(", --vpp ")
         assert call("schedule", "--schedule", schedule, "--vpp", vpp or 1) == 0
         said = f"bubble {bubble}%, live micro-batches by rank: {live}\n"
@@ -150,13 +150,15 @@ def test_the_figures_of_the_page() -> None:
     page = (ROOT / "docs" / "concepts" / "pipeline-schedules.md").read_text()
     assert simulate(with_transfers(one_f_one_b(4, 32))).bubble_share == pytest.approx(3 / 35)
     assert "3 / 35 or 8.6%" in page
-    costs = {"F": 1, "B": 2, "SF": 0.25, "SB": 0.25}
-    durations = [
-        simulate(with_transfers(one_f_one_b(4, 8), ahead), lambda action: costs[action.kind]).duration
-        for ahead in (1, 0)
-    ]
-    assert durations == [37, 37.75]
-    assert all(f"{duration:g} units" in page for duration in durations)
+    won = re.findall(r"^\| `(.*?)`(?:, `--vpp (\d)`)?, (\d) ranks \| (.*)% \| (.*)% \|$", page, re.MULTILINE)
+    assert len(won) == 5
+    for name, virtual, num_ranks, *percents in won:
+        schedule = SCHEDULES[name](int(num_ranks), 16, int(virtual or 1))
+        slow = costs(schedule, transfer=0.05 / int(virtual or 1))
+        ideal = simulate(schedule).duration
+        for ahead, percent in zip((0, None), percents, strict=True):
+            over = simulate(with_transfers(schedule, ahead), slow).duration / ideal - 1
+            assert float(percent) == pytest.approx(100 * over, abs=0.005), (name, ahead)
     rows = with_transfers(one_f_one_b(2, 2))
     first, second = rows[1].index(Action("F", 1, 0)), rows[1].index(Action("B", 1, 0))
     rows[1][first], rows[1][second] = rows[1][second], rows[1][first]

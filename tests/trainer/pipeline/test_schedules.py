@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ckptkit.model.layout import ParallelLayout, stage_rank
 from threefold.errors import UserError
 from trainer.config import ParallelConfig
-from trainer.pipeline.actions import PASSES, Action, peak_live, stage_ranks
+from trainer.pipeline.actions import PASSES, Action, peak_live, peak_received, stage_ranks
 from trainer.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b, rank_actions, with_transfers, zb_h1
 from trainer.pipeline.simulate import simulate
 
@@ -58,6 +58,14 @@ def test_the_weights_of_what_is_live_are_those_before_and_after_its_backward_pas
     row = zb_h1(2, 3)[1]
     assert " ".join(map(str, row)) == "F0 B0 F1 B1 W0 F2 B2 W1 W2"
     assert [peak_live(row, *weights) for weights in ((1, 1), (1, 0), (2, 3), (0, 1))] == [2, 1, 6, 2]
+
+
+def test_one_tensor_more_comes_at_once_if_it_is_asked_for_a_pass_ahead() -> None:
+    assert [peak_received(row) for row in with_transfers(one_f_one_b(2, 3), 0)] == [1, 1]
+    for name in SCHEDULES:
+        for virtual in (1, 2, 3):
+            assert max(peak_received(rank_actions(name, 3, 6, virtual, rank)) for rank in range(3)) == 2
+    assert [peak_received(rank_actions("zb-h1", 3, 6, 1, rank)) for rank in range(3)] == [1, 2, 1]
 
 
 def test_rows_by_hand() -> None:
