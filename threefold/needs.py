@@ -8,6 +8,7 @@ too; its key ends the sentence. Only a value other than the default needs anythi
 import dataclasses
 import json
 from collections.abc import Collection, Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 from threefold.options import Fault, Option
@@ -21,7 +22,8 @@ def unmet(root: Any, prefix: str = "") -> list[Fault]:
     return [
         fault
         for table, name in _tables(root, prefix)
-        for field in dataclasses.fields(table)
+        for field, default in _needing(table.__class__)
+        if getattr(table, field.name) != default
         for fault in _faults_of(table, field, name, root)
     ]
 
@@ -45,13 +47,25 @@ def _effective(table: T, prefix: str, root: Any, but: Collection[str]) -> T:
     return dataclasses.replace(table, **changed)  # type: ignore[type-var]
 
 
+@cache
+def _needing(kind: type) -> "list[tuple[dataclasses.Field[Any], Any]]":
+    """Return the fields of a table that need something, each with its default."""
+    fields = dataclasses.fields(kind)
+    return [(field, _default_of(field)) for field in fields if field.metadata.get("option", Option()).needs]
+
+
 def _tables(table: Any, prefix: str) -> Iterator[tuple[Any, str]]:
     """Yield a table and all tables in it, each with what its fields' names begin with."""
     yield table, prefix
-    for field in dataclasses.fields(table):
-        value = getattr(table, field.name)
+    for name in _names(table.__class__):
+        value = getattr(table, name)
         if dataclasses.is_dataclass(value):
-            yield from _tables(value, f"{prefix}{field.name}.")
+            yield from _tables(value, f"{prefix}{name}.")
+
+
+@cache
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def _faults_of(table: Any, field: "dataclasses.Field[Any]", prefix: str, root: Any) -> Iterator[Fault]:

@@ -140,5 +140,5 @@ def stage_rank(layout: ParallelLayout, stage: int) -> int:
 
 
 def rank_stages(layout: ParallelLayout, pp: int) -> list[int]:
-    """Return the stages that a pipeline rank holds, ascending."""
-    return [stage for stage in range(layout.num_stages) if stage_rank(layout, stage) == pp]
+    """Return the stages that a pipeline rank holds, ascending: those of which `stage_rank` returns it."""
+    return list(range(pp, layout.num_stages, layout.pp))

@@ -79,12 +79,13 @@ def groups_needed(layout: ParallelLayout, kv_replicas: int = 1, dp_shard: int = 
     `gradients_back` link the last rank to the first. For tp2-pp2: tp [(0, 1), (2, 3)], dp [(0,), (1,), (2,), (3,)],
     tp.cp.dp [(0, 1), (2, 3)], nothing that links back, and (0, 2), (1, 3) for cp.dp.ends and the links.
     """
-    columns = _ranks_along((Axis.PP,), layout)
+    places = [layout.coords(rank) for rank in range(layout.world_size)]
+    columns = _ranks_along((Axis.PP,), layout, places)
     links: list[Ranks] = [pair for column in columns for pair in pairwise(column)]
     back: list[Ranks] = [(column[0], column[-1]) for column in columns if layout.virtual > 1 < layout.pp]
     return {
         "world": [tuple(range(layout.world_size))],
-        **{name: _ranks_along(axes, layout, kv_replicas, dp_shard) for name, axes in GROUPS.items()},
+        **{name: _ranks_along(axes, layout, places, kv_replicas, dp_shard) for name, axes in GROUPS.items()},
         "activations": links,
         "gradients": links,
         "activations_back": back,
@@ -92,31 +93,32 @@ def groups_needed(layout: ParallelLayout, kv_replicas: int = 1, dp_shard: int = 
     }
 
 
-def _ranks_along(axes: Axes, layout: ParallelLayout, kv_replicas: int = 1, dp_shard: int = 0) -> list[Ranks]:
-    found: dict[object, list[int]] = {}
-    for rank in range(layout.world_size):
-        coords = layout.coords(rank)
-        if Axis.ENDS not in axes or coords.pp in (0, layout.pp - 1):
-            found.setdefault(_in_common(axes, layout, coords, kv_replicas, dp_shard), []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+def _ranks_along(
+    axes: Axes, layout: ParallelLayout, places: Sequence[Coords], kv_replicas: int = 1, dp_shard: int = 0
+) -> list[Ranks]:
+    """Return the groups of ranks that differ along some axes, of ranks at `places`: a column for each thing in common.
 
-
-def _in_common(axes: Axes, layout: ParallelLayout, coords: Coords, kv_replicas: int, dp_shard: int) -> object:
-    """Return what the ranks of a group along `axes` have in common with the one at `coords`."""
-    common = {Axis.TP: coords.tp, Axis.CP: coords.cp, Axis.DP: coords.dp, Axis.PP: coords.pp}
+    For tp2-dp2 the ranks of a group along tp have dp in common, which is 0 0 1 1, and pp, which is 0 0 0 0.
+    """
+    common = {axis: [getattr(coords, axis) for coords in places] for axis in (Axis.TP, Axis.CP, Axis.DP, Axis.PP)}
     for axis in axes:
         if axis == Axis.KV:
-            common[Axis.TP] = coords.tp // kv_replicas
+            common[Axis.TP] = [tp // kv_replicas for tp in common[Axis.TP]]
         elif axis == Axis.SHARD:
-            common[Axis.DP] = coords.dp // (dp_shard or layout.dp)
+            common[Axis.DP] = [dp // (dp_shard or layout.dp) for dp in common[Axis.DP]]
         elif axis == Axis.REPLICA:
-            common[Axis.DP] = coords.dp % (dp_shard or layout.dp)
-        elif axis == Axis.ENDS:
-            common[Axis.PP] = 0
+            common[Axis.DP] = [dp % (dp_shard or layout.dp) for dp in common[Axis.DP]]
         elif axis in (Axis.EP, Axis.EDP):
-            common |= dict.fromkeys((*OVER_DATA, *((Axis.TP,) if layout.etp else ())), 0)
-            index, _ = _EXPERTS.data_group(layout, coords) if axis == Axis.EP else layout.along("ep", coords)
-            common[axis] = index
+            for borrowed in (*OVER_DATA, *((Axis.TP,) if layout.etp else ())):
+                common.pop(borrowed, None)
+            common[axis] = [
+                _EXPERTS.data_group(layout, coords)[0] if axis == Axis.EP else layout.along("ep", coords)[0]
+                for coords in places
+            ]
         else:
-            common[axis] = 0
-    return tuple(common.items())
+            common.pop(Axis.PP if axis == Axis.ENDS else axis, None)
+    groups: dict[object, list[int]] = {}
+    for rank, key in enumerate(zip(*common.values(), strict=True)):
+        if Axis.ENDS not in axes or places[rank].pp in (0, layout.pp - 1):
+            groups.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]

@@ -5,10 +5,11 @@ are one matrix for the arithmetic is said here too.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from ckptkit import Coords, Cut, ParallelLayout, Placement
 from threefold.errors import UserError
@@ -26,13 +27,11 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
 
     A tied head has a row with `tied_to` and no values of its own.
     """
-    table = _rows(config)
-    if cuts_tokens(config):  # each tensor-parallel rank has the part of its tokens
-        table = {name: replace(row, is_partial=True) for name, row in table.items()}
+    table = _rows(config.model, config.train.seq_length, is_partial=cuts_tokens(config))
     return with_groups(table, config.optim.groups)
 
 
-def with_groups(table: dict[str, Parameter], groups: Sequence[GroupConfig]) -> dict[str, Parameter]:
+def with_groups(table: Mapping[str, Parameter], groups: Sequence[GroupConfig]) -> dict[str, Parameter]:
     """Return a table whose rows have the factors of the first group that fits them; UserError if one fits no row.
 
     For example "*.norm?.weight" fits layers.0.norm1.weight, and "head.weight" no row of its own if it is tied.
@@ -56,15 +55,16 @@ def with_groups(table: dict[str, Parameter], groups: Sequence[GroupConfig]) -> d
     return rows
 
 
-def _rows(config: Config) -> dict[str, Parameter]:
-    model = config.model
+@lru_cache(maxsize=16)  # plans ask for those of one model again and again
+def _rows(model: ModelConfig, seq_length: int, *, is_partial: bool) -> Mapping[str, Parameter]:
+    """Return the rows without groups; partial if each tensor-parallel rank has the part of its tokens."""
     hidden, vocab = model.hidden_size, model.vocab_size
     rows, round_to = (Cut(0),), model.round_vocab_to
     embed = Parameter((vocab, hidden), Placement("first", rows, round_to=round_to), model.init_std, decay=1.0)
     table = {"embed.weight": embed}
     if model.position == "learned":
         table["pos.weight"] = Parameter(
-            (model.num_positions or config.train.seq_length, hidden), Placement("first"), model.init_std, decay=1.0
+            (model.num_positions or seq_length, hidden), Placement("first"), model.init_std, decay=1.0
         )
     for layer in range(model.num_layers):
         table |= {f"layers.{layer}.{name}": row for name, row in _layer_rows(model, layer).items()}
@@ -73,7 +73,7 @@ def _rows(config: Config) -> dict[str, Parameter]:
     table["head.weight"] = Parameter(
         (vocab, hidden), Placement("last", rows, round_to=round_to, tied_to=tied_to), model.init_std, decay=1.0
     )
-    return table
+    return {name: replace(row, is_partial=True) for name, row in table.items()} if is_partial else table
 
 
 def _layer_rows(model: ModelConfig, layer: int) -> dict[str, Parameter]:

@@ -18,7 +18,7 @@ all ranks (Narayanan and others, whose groups are of exactly so many, which must
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 from threefold.errors import UserError
@@ -58,11 +58,17 @@ def zb_h1(num_ranks: int, num_microbatches: int, virtual: int = 1) -> Rows:
 SCHEDULES: dict[str, Callable[[int, int, int], Rows]] = {"1f1b": one_f_one_b, "gpipe": gpipe, "zb-h1": zb_h1}
 
 
+@lru_cache(maxsize=4)  # plans ask for those of all ranks
+def all_actions(name: str, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[tuple[Action, ...], ...]:
+    """Return the rows of a schedule, with transfers; of forward passes alone for the name "forward"."""
+    make = forward_only if name == "forward" else SCHEDULES[name]
+    return tuple(map(tuple, with_transfers(make(num_ranks, num_microbatches, virtual))))
+
+
 @cache
 def rank_actions(name: str, num_ranks: int, num_microbatches: int, virtual: int, rank: int) -> tuple[Action, ...]:
-    """Return a rank's row of a schedule, with transfers; of forward passes alone for the name "forward"."""
-    make = forward_only if name == "forward" else SCHEDULES[name]
-    return tuple(with_transfers(make(num_ranks, num_microbatches, virtual))[rank])
+    """Return a rank's row of them."""
+    return all_actions(name, num_ranks, num_microbatches, virtual)[rank]
 
 
 def all_forward(_rank: int, _num_ranks: int, num_microbatches: int, virtual: int) -> int:

@@ -30,7 +30,7 @@ from trainer.model.stages import stage_ranges
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import Action
-from trainer.pipeline.schedules import SCHEDULES, with_transfers
+from trainer.pipeline.schedules import all_actions
 from trainer.pipeline.simulate import simulate
 from trainer.plan.rates import CALL_S, LAUNCH_S, Rates
 from trainer.plan.trace import Move
@@ -108,7 +108,7 @@ def pipeline_s(config: Config, rates: Rates, passes: Mapping[tuple[str, int], Pa
     if parallel.pp == 1:
         return number * busy
     few = min(number, 4 * parallel.pp)
-    schedule = SCHEDULES[schedule_of(config)](parallel.pp, few, parallel.virtual_stages)
+    schedule = all_actions(schedule_of(config), parallel.pp, few, parallel.virtual_stages)
     stream = Sizes.of(config).stream
     span = layout_of(config).world_size // parallel.pp
     transfer = CALL_S + rates.collective_s("send", stream, 2, span + 1)
@@ -122,7 +122,7 @@ def pipeline_s(config: Config, rates: Rates, passes: Mapping[tuple[str, int], Pa
         weights = passes["F", action.stage].products if has_w else 0.0
         return weights if action.kind == "W" else passes["B", action.stage].total - weights
 
-    return simulate(with_transfers(schedule), cost).duration + (number - few) * busy
+    return simulate(schedule, cost).duration + (number - few) * busy
 
 
 def stage_passes(config: Config, rates: Rates, volumes: Volumes) -> dict[tuple[str, int], Pass]:

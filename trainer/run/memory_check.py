@@ -195,11 +195,12 @@ def value_at(config: Config, name: str) -> Any:
 
 def with_values(config: Config, settings: Settings) -> Config:
     """Return a configuration with other values of options."""
+    by_table: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         table, _, field = name.partition(".")
-        inner: Any = replace(getattr(config, table), **{field: value})
-        config = replace(config, **{table: inner})
-    return config
+        by_table.setdefault(table, {})[field] = value
+    changed: dict[str, Any] = {table: replace(getattr(config, table), **values) for table, values in by_table.items()}
+    return replace(config, **changed)
 
 
 def flags_of(settings: Settings) -> str:
