@@ -53,8 +53,8 @@ def run(options: Options) -> int:
     from threefold.page import write_page
     from trainer.config.resolve import layout_of
     from trainer.verify.bench import Bench
+    from trainer.verify.beside import run_checks
     from trainer.verify.card import card, page, verdict_of
-    from trainer.verify.checks import run_checks
     from trainer.verify.locate import located
     from trainer.verify.shrink import shrunk
     from trainer.verify.source import open_run_or_file

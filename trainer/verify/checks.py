@@ -6,7 +6,7 @@ called sound.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Literal
@@ -32,6 +32,7 @@ from trainer.verify.compare import (
 )
 from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
+from trainer.verify.initial import compare_initial
 from trainer.verify.shrink import forms_of_cpu, shrunk
 from trainer.verify.trial import SavedStep, Stream, first_weights, read_stream, try_steps, with_stores
 
@@ -126,6 +127,14 @@ def collectives(bench: Bench) -> Figure:
         raise NotNeeded("one process calls nothing")
     calls = [len(seen.calls) for seen in bench.layout.ranks]  # a call that differs ends the trial
     return Figure(f"{max(calls):,} calls a rank", "in one order on all")
+
+
+def initial_values(bench: Bench) -> Figure:
+    """Compare what all ranks begin with with one process, bit by bit, and that with what is configured."""
+    layout, alone = (try_steps(config, Stream((), ()), 0) for config in (bench.config, bench.alone))
+    compare_bits(alone, layout, "the layout")
+    off = compare_initial(bench.config.model, alone.whole())
+    return Figure(f"{off:.1%}", "as a draw varies")
 
 
 def schedules(bench: Bench) -> Figure:
@@ -269,6 +278,7 @@ def newest_step(bench: Bench) -> Figure:
 CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "samples of each step": samples,
     "order of collectives": collectives,
+    "initial values": initial_values,
     "one process, plain torch": plain,
     "losses, norms, evaluation": losses_and_norms,
     "weights and moments": weights,
@@ -281,15 +291,6 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "schedule, recompute, overlap": schedules,
     "the run's newest step": newest_step,
 }
-
-
-def run_checks(bench: Bench, deadline: float) -> Iterator[Result]:
-    """Make one check after the other, and yield what became of each; none begins behind the deadline."""
-    for name, check in CHECKS.items():
-        if perf_counter() < deadline:
-            yield run_check(name, check, bench)
-        else:
-            yield Result(name, "not run", text="the time was over")
 
 
 def run_check(name: str, check: Callable[[Bench], Figure], bench: Bench) -> Result:

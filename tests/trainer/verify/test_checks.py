@@ -14,7 +14,8 @@ from trainer.config import Config
 from trainer.engine import Engine
 from trainer.linear import fp8
 from trainer.verify.bench import Bench
-from trainer.verify.checks import CHECKS, run_check, run_checks
+from trainer.verify.beside import run_checks
+from trainer.verify.checks import CHECKS, run_check
 from trainer.verify.faults.named import FAULTS
 from trainer.verify.locate import located
 from trainer.verify.shrink import shrunk
@@ -33,6 +34,8 @@ TEXTS = {  # of what a check says of a fault, by the fault's name
     "moments-left-out": "a resume at step 2",
     "loss-read-in-step": "makes the host wait",
     "weights-beside-masters": "in bf16",
+    "residual-not-scaled": "layers.attn.out.weight begins with a deviation of",
+    "one-name-for-all": "begins with the values of",
 }
 
 

@@ -11,6 +11,7 @@ from trainer.verify.faults.experts import EXPERT_FAULTS
 from trainer.verify.faults.fault import Fault
 from trainer.verify.faults.gradients import GRADIENT_FAULTS
 from trainer.verify.faults.holders import HOLDER_FAULTS, REPLICA_FAULTS
+from trainer.verify.faults.initial import INITIAL_FAULTS
 from trainer.verify.faults.leases import LEASE_FAULTS
 from trainer.verify.faults.passes import PASS_FAULTS
 from trainer.verify.faults.recompute import RECOMPUTE_FAULTS
@@ -26,6 +27,7 @@ _ALL = (
     *TOKEN_FAULTS,
     *GRADIENT_FAULTS,
     *UPDATE_FAULTS,
+    *INITIAL_FAULTS,
     *TENSOR_FAULTS,
     *CUT_TOKEN_FAULTS,
     *CONTEXT_FAULTS,
