@@ -31,6 +31,9 @@ class Options:
         (), "how much each stage computes, in any unit; else as in the run, or equal", metavar="A,B,..."
     )
     measure: bool = option(False, "time the passes of each stage of the run here, in place of the three before")
+    receive_ahead: bool = option(
+        False, "as if receives were posted a pass ahead wherever no ranks can wait for each other; runs do not yet"
+    )
     plot: str | None = option(None, "draw a picture too; needs threefold[plot]", metavar="FILE.png")
 
 
@@ -54,7 +57,8 @@ def run(options: Options) -> int:
         num_microbatches = options.microbatches or config.train.gradient_accumulation_steps
         name, sizes = config.parallel.schedule, (config.parallel.pp, num_microbatches, config.parallel.virtual_stages)
     schedule = SCHEDULES[name](*sizes)
-    timeline = simulate(with_transfers(schedule), cost_of(options, config, schedule))
+    rows = with_transfers(schedule, None if options.receive_ahead else 0)
+    timeline = simulate(rows, cost_of(options, config, schedule))
     for line in [*draw(timeline).splitlines(), "", str(timeline)]:
         print_line(line)
     if options.plot:

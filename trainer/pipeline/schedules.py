@@ -133,11 +133,12 @@ def in_turn(
     return row + [action._replace(kind="W") for action in (backward[-lag:] if lag else ())]
 
 
-def with_transfers(schedule: Schedule, ahead: int | None = None) -> list[list[Action]]:
-    """Return a schedule with sends and receives, each of which is posted one pass before its tensor is read, if safe.
+def with_transfers(schedule: Schedule, ahead: int | None = 0) -> list[list[Action]]:
+    """Return a schedule with sends and receives; each receive is posted `ahead` passes before its tensor is read.
 
-    `posted_ahead` says for which. With a number each receive is posted so many passes ahead, safe or not: with 1, rank
-    1 of 2 has RF0 RF1 F0 B0 SB0 F1 B1 SB1 of F0 B0 F1 B1. `simulate(..., blocking=True)` finds rows that may stop.
+    With 1, rank 1 of 2 has RF0 RF1 F0 B0 SB0 F1 B1 SB1 of F0 B0 F1 B1, and `simulate(..., blocking=True)` finds rows
+    that may stop. With None those come a pass ahead that cannot: `posted_ahead` says which. Runs take 0: on GPUs a
+    receive is a kernel that takes a part of one until its tensor is there, and what that costs was not measured.
     A send comes right after the pass that made the tensor. Stages on one rank need none, and a W makes nothing that
     travels. Between two ranks the tensors of one direction have one order on both ends.
     """

@@ -38,6 +38,9 @@ def test_the_verb_draws_and_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert out == f"{GRID}\n\n12 units, bubble 25.0%, live micro-batches by rank: 2 1\n"
     assert call("schedule", "--pp", 2, "--microbatches", 3, "--schedule", "gpipe", "--transfer", 0.5) == 0
     assert "live micro-batches by rank: 3 3" in capsys.readouterr().out
+    slow = "schedule", "--pp", 2, "--microbatches", 4, "--schedule", "zb-h1", "--transfer", 0.1
+    assert [call(*slow), call(*slow, "--receive-ahead")] == [0, 0]
+    assert re.findall(r"(\S+) units", capsys.readouterr().out) == ["13.5", "13.4"]
 
 
 def test_a_pass_that_is_far_shorter_than_others_may_have_no_cell() -> None:

@@ -144,7 +144,7 @@ def test_products_of_a_backward_pass_are_made_at_its_w() -> None:
         return Product.apply(received, int(batch[0])).sum()
 
     executor = executor_with(Neighbour())
-    row = with_transfers(zb_h1(2, 3))[1]
+    row = with_transfers(zb_h1(2, 3), None)[1]
     assert " ".join(map(str, row)) == "RF0 F0 RF1 B0 SB0 F1 B1 SB1 RF2 W0 F2 B2 SB2 W1 W2"
     executor.run(row, {1: chunk}, batches()[:3])
     assert numbers == [0, 1, 2]

@@ -20,10 +20,10 @@ def test_rows_by_hand() -> None:
     assert names(rows[0][1]) == "RF0 F0 B0 SB0 RF1 F1 B1 SB1"
     assert names(rows[1][0]) == "F0 SF0 RB0 F1 SF1 RB1 B0 B1"
     assert names(rows[1][1]) == "RF0 F0 RF1 B0 SB0 F1 B1 SB1"
-    safe = with_transfers(zb_h1(2, 3))
+    safe = with_transfers(zb_h1(2, 3), None)
     assert names(safe[0]) == "F0 SF0 F1 SF1 RB0 B0 W0 RB1 F2 SF2 B1 RB2 W1 B2 W2"
     assert names(safe[1]) == "RF0 F0 RF1 B0 SB0 F1 B1 SB1 RF2 W0 F2 B2 SB2 W1 W2"
-    assert names(with_transfers(one_f_one_b(2, 3))[0]) == "F0 SF0 F1 SF1 RB0 B0 F2 SF2 RB1 RB2 B1 B2"
+    assert names(with_transfers(one_f_one_b(2, 3), None)[0]) == "F0 SF0 F1 SF1 RB0 B0 F2 SF2 RB1 RB2 B1 B2"
 
 
 @given(make=MAKERS, num_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 12), virtual=st.integers(1, 3),

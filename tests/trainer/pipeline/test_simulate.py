@@ -46,7 +46,7 @@ def test_posting_ahead_on_both_ends_is_a_deadlock_if_a_gpu_waits_for_all_its_ker
         for num_ranks in (2, 3, 4):
             with pytest.raises(UserError, match="deadlock"):
                 simulate(with_transfers(make(num_ranks, 8), ahead=1), blocking=True)
-            simulate(with_transfers(make(num_ranks, 8)), blocking=True)
+            simulate(with_transfers(make(num_ranks, 8), None), blocking=True)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -59,7 +59,7 @@ def test_no_cycle_of_waits_is_left_by_what_is_posted_ahead(make, most_ranks: int
         for virtual in range(1, most_virtual + 1):
             for num_microbatches in range(1, 2 * most_ranks + 1):
                 schedule = make(num_ranks, num_microbatches, virtual)
-                rows = with_transfers(schedule)
+                rows = with_transfers(schedule, None)
                 assert len(simulate(rows, blocking=True).spans) == sum(map(len, rows))
 
 
@@ -79,7 +79,7 @@ def test_posting_ahead_where_it_is_safe_never_costs_time(make, sizes: tuple[int,
 def test_each_receive_that_comes_later_would_close_a_cycle(data: st.DataObject, make, sizes: tuple[int, ...]) -> None:
     """Of F and B that take turns it would win little."""
     schedule = make(*sizes)
-    rows, early = with_transfers(schedule), posted_ahead(schedule)
+    rows, early = with_transfers(schedule, None), posted_ahead(schedule)
     late = [
         (row, action)
         for row in rows
