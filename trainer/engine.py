@@ -25,6 +25,7 @@ from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.parallel.context import ContextParallel
 from trainer.parallel.expert_parts import choose_expert_parts
+from trainer.parallel.token_parts import choose_token_parts
 from trainer.pipeline.actions import Action, most_sends
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
@@ -84,6 +85,7 @@ class Engine:
         choices, ours = self.choices, (self.config, self.mesh, self.dtype, recorded)
         choices.attention = choose_attention(*ours, by_timing=by_timing)
         choices.expert_gradients = choose_gradients(*ours)
+        choices.token_parts = choose_token_parts(*ours, by_timing=by_timing)
         choices.expert_parts = choose_expert_parts(
             *ours, choices.forms.experts, choices.expert_gradients, by_timing=by_timing
         )

@@ -5,6 +5,7 @@ which refuses what would be another stream.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +15,11 @@ from ckptkit import Root
 from threefold.options import Fault, leaves, walk
 from trainer.checkpoint.progress import environment
 from trainer.config import Config
-from trainer.config.resolve import ranks_a_sample, resolve, settled
+from trainer.config.resolve import cuts_tokens, ranks_a_sample, resolve, settled
+from trainer.parallel import expert_parts, token_parts
 from trainer.store.lr import learning_rate
+
+PARTS = {token_parts.NAME: "tp_overlap_parts", expert_parts.NAME: "moe_overlap_parts"}  # each as ops record it
 
 
 def recorded_config(root: Root) -> Config:
@@ -38,10 +42,24 @@ def with_saved_vocabulary(config: Config, root: Root) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
-def changes_of_run(root: Root, before: Config, now: Config, device: torch.device) -> list[str]:
-    """Return sentences on what differs from the run that saved a step."""
+def with_old_parts(ops: Mapping[str, str], before: Config) -> dict[str, str]:
+    """Return the ops that a step records, with the number of parts of a run from before it was one of them."""
+    parts = {token_parts.NAME: str(before.parallel.tp_overlap_parts or 1)} if cuts_tokens(before) else {}
+    return parts | dict(ops)
+
+
+def with_chosen(config: Config, ops: Mapping[str, str]) -> Config:
+    """Return a configuration with the numbers of parts that a run chose, for those that are left to it."""
+    open_ones = {op: name for op, name in PARTS.items() if not getattr(config.parallel, name)}
+    chosen: dict[str, Any] = {name: int(ops[op]) for op, name in open_ones.items() if ops.get(op, "").isdecimal()}
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **chosen))
+
+
+def changes_of_run(root: Root, before: Config, now: Config, device: torch.device, ops: Mapping[str, str]) -> list[str]:
+    """Return sentences on what differs from the run that saved a step and took the `ops`."""
     was = settled(before, before)  # also what the run of that step took without recording it
-    changes = [*changed_settings(was, now), *changed_environment(root, device)]
+    settings = changed_settings(with_chosen(was, ops), with_chosen(now, ops))
+    changes = [*settings, *changed_environment(root, device)]
     schedule, sets = changed_schedule(root, was, now), changed_sets(was, now)
     return [*not_bit_for_bit(changes), *schedule, *kept_samples(before, now), *sets]
 

@@ -27,6 +27,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
     ],
     "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
     "data": ["valid_sets"],
+    "parallel": ["tp_overlap_parts"],
     "fp8": [field.name for field in dataclasses.fields(Fp8Config)],
     "profile": [field.name for field in dataclasses.fields(ProfileConfig)],
     "health": [field.name for field in dataclasses.fields(HealthConfig)],

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ckptkit import Candidate, Exchange, Root, Run, Tiers, first_sound, identified, open_source, set_aside
 from threefold.errors import CheckFailed, UserError, quoted
-from trainer.checkpoint.changes import changes_of_model, changes_of_run, recorded_config
+from trainer.checkpoint.changes import changes_of_model, changes_of_run, recorded_config, with_old_parts
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation
@@ -55,9 +55,10 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
         ranks.say(ranks.on_all(lambda: rewind(tiers, root.step) if ranks.rank == 0 else ""))
     before = recorded_config(root)
     if has_optimizer(root):
+        read = replace(read, ops=with_old_parts(read.ops, before))
         config = with_cool_down(settled(config, before), before, root.step)
         ranks.say(f"resumed from step {root.step} of {url}")
-        changes = changes_of_run(root, before, config, ranks.device)
+        changes = changes_of_run(root, before, config, ranks.device, read.ops)
     else:
         require_step(config, f"{url} holds no optimizer state")
         config = settled(config)

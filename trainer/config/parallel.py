@@ -75,9 +75,11 @@ class ParallelConfig:
         bare=("on", "off"),
     )  # fmt: skip
     tp_overlap_parts: int = option(
-        1,
-        "parts in which cut tokens are gathered and summed beside the products of cut linears; 1 does not overlap them",
-        minimum=1,
+        0,
+        "parts in which cut tokens are gathered and summed beside the products of cut linears; 1 overlaps none. 0 or "
+        "auto takes what a resumed run recorded, else on GPUs the fastest of 1, 2 and 4",
+        minimum=0,
+        parse=number_or_auto,
         flags=["--tp-overlap-parts"],
     )
     schedule: Literal["1f1b", "gpipe", "zb-h1"] = option(

@@ -49,7 +49,7 @@ class Chunk:
         stage: int,
     ) -> None:
         self.config = config
-        self.tensor = TensorParallel(mesh.tp, cuts_tokens(config), config.parallel.tp_overlap_parts)
+        self.tensor = TensorParallel(mesh.tp, cuts_tokens(config), lambda: choices.token_parts or 1)
         self.context = ContextParallel(mesh.cp, gathers_keys(config))
         model, num_stages = config.model, mesh.layout.num_stages
         cuts = Cuts(self.tensor, self.context, balance.ranks(self.tensor))

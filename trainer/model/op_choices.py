@@ -16,8 +16,8 @@ from trainer.ops import native
 from trainer.ops.attention.choose import BACKENDS, backend_named, choose
 from trainer.ops.attention.seam import Backend, Mask
 from trainer.ops.forms import package
+from trainer.parallel import expert_parts, token_parts
 from trainer.parallel.context import ContextParallel
-from trainer.parallel.expert_parts import NAME, choose_expert_parts
 
 GRADIENTS = "expert-gradients"  # under which a run records the kernel
 KERNELS = ("quack", "triton", None)  # that all ranks have if one has the one before
@@ -29,12 +29,14 @@ class OpChoices:
     """The forms in use, shared by a rank's layers; owned by the training thread.
 
     `windows` are those of all layers of the model. `attention` has a backend for each `Mask.kind` of theirs. Tokens
-    travel to experts of other ranks in `expert_parts`, if any do. Gradients of experts are the kernel of that name.
+    travel to experts of other ranks in `expert_parts`, if any do, and over tp in `token_parts`, if they are cut.
+    Gradients of experts are the kernel of that name.
     """
 
     attention: dict[str, Backend]
     forms: OpsConfig
     windows: tuple[int | None, ...]
+    token_parts: int | None
     expert_parts: int | None
     expert_gradients: str | None
 
@@ -42,7 +44,8 @@ class OpChoices:
     def names(self) -> dict[str, str]:
         """Return the name of each op's form, without those that are csrc; attention is an op a kind of mask."""
         forms = {op: name for op, name in asdict(self.forms).items() if op != "attention" and name != "csrc"}
-        parts = {NAME: str(self.expert_parts)} if self.expert_parts else {}
+        numbers = {token_parts.NAME: self.token_parts, expert_parts.NAME: self.expert_parts}
+        parts = {name: str(number) for name, number in numbers.items() if number}
         parts |= {GRADIENTS: self.expert_gradients} if self.expert_gradients else {}
         return forms | parts | {_op(kind): backend.name for kind, backend in self.attention.items()}
 
@@ -68,8 +71,9 @@ def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpCh
         check_experts(config, mesh, dtype)
     attention = choose_attention(config, mesh, dtype, {}, by_timing=False)
     kernel = choose_gradients(config, mesh, dtype, {})
-    parts = choose_expert_parts(config, mesh, dtype, {}, forms.experts, kernel, by_timing=False)
-    return OpChoices(attention, forms, layer_windows(config), parts, kernel)
+    of_tokens = token_parts.choose_token_parts(config, mesh, dtype, {}, by_timing=False)
+    of_experts = expert_parts.choose_expert_parts(config, mesh, dtype, {}, forms.experts, kernel, by_timing=False)
+    return OpChoices(attention, forms, layer_windows(config), of_tokens, of_experts, kernel)
 
 
 def choose_gradients(config: Config, mesh: ProcessMesh, dtype: torch.dtype, recorded: Mapping[str, str]) -> str | None:

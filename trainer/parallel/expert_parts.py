@@ -17,7 +17,7 @@ from trainer.linear.grouped import GroupedGemm
 from trainer.linear.weight import Weight
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.dtypes import wide_dtype
-from trainer.ops.timing import median_seconds
+from trainer.ops.timing import slowest_seconds
 from trainer.parallel.expert import ExpertParallel
 from trainer.parallel.rows import RowLimit
 from trainer.parallel.tensor import TensorParallel
@@ -48,9 +48,7 @@ def choose_expert_parts(
         return number
     if not by_timing or mesh.device.type != "cuda":
         return 1
-    layer = _Layer(config, mesh, dtype, form, kernel)
-    seconds = [median_seconds(lambda number=number: layer.passes(number)) for number in TIMED]  # type: ignore[misc]
-    slowest = mesh.world.all_reduce(torch.tensor(seconds, dtype=torch.float64, device=mesh.device), "max").tolist()
+    slowest = slowest_seconds(_Layer(config, mesh, dtype, form, kernel).passes, TIMED, mesh)
     return TIMED[slowest.index(min(slowest))]
 
 

@@ -7,7 +7,7 @@ between a row-cut linear and the next column-cut one, of which each rank then ke
 become reduce-scatters and all-gathers (Korthikanti et al., 2022, arXiv 2205.05198).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,12 @@ from trainer.parallel.places import Runs, share_of
 class TensorParallel:
     """The group over which linears are cut, and whether tokens are too: then T below is S / tp of S tokens.
 
-    These are transferred in `num_parts` beside the products of cut linears, or with 1 before or after them.
+    These are transferred in `num_parts()` beside the products of cut linears, or with 1 before or after them.
     """
 
     group: Group
     cuts_tokens: bool
-    num_parts: int = 1
+    num_parts: Callable[[], int] = lambda: 1
 
     def enter(self, x_TD: Tensor) -> Tensor:
         """Return the input of cut weights, [S, D], from an activation that is replicated, or cut by tokens."""
@@ -47,9 +47,8 @@ class TensorParallel:
     def column_linear(self, x_TD: Tensor, weights: Sequence[tuple[Weight, Weight | None]]) -> Tensor:
         """Return this rank's outputs, [S, N / tp]: those of several weights side by side."""
         if self.cuts_tokens:
-            parts = [
-                linear(x_TD, weight, bias, gather=TokenCut(self.group, self.num_parts)) for weight, bias in weights
-            ]
+            gather = TokenCut(self.group, self.num_parts())
+            parts = [linear(x_TD, weight, bias, gather=gather) for weight, bias in weights]
         else:
             x_TD = copy_to(x_TD, self.group)
             parts = [linear(x_TD, weight, bias) for weight, bias in weights]
@@ -63,7 +62,7 @@ class TensorParallel:
         if self.group.size == 1:
             return linear(x_SK, weight, bias, make_x=make_x)
         if self.cuts_tokens:
-            y_TD = linear(x_SK, weight, make_x=make_x, scatter=TokenCut(self.group, self.num_parts))
+            y_TD = linear(x_SK, weight, make_x=make_x, scatter=TokenCut(self.group, self.num_parts()))
         else:
             y_TD = self.leave(linear(x_SK, weight, make_x=make_x))
         return y_TD if bias is None else add_bias(y_TD, bias)

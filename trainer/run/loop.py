@@ -12,6 +12,7 @@ import torch
 from datakit import HostBatch
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK, UserError
+from trainer.checkpoint.changes import PARTS
 from trainer.checkpoint.node_local import tiers_here
 from trainer.checkpoint.progress import Validation
 from trainer.checkpoint.resume import resume
@@ -312,9 +313,9 @@ class Run:
         names = self.engine.choices.names
         if self.ranks.rank == 0:
             print_facts(list(names.items()))
-        for op in {**recorded, **names} if recorded else ():
-            # what brings another kind of mask is a setting, and is reported as one
-            form = None if op.startswith(("attention", "expert-parts")) else "csrc"
+        # what brings another kind of mask is a setting, as are numbers of parts, and is reported as one
+        for op in [op for op in {**recorded, **names} if op not in PARTS] if recorded else ():
+            form = None if op.startswith("attention") else "csrc"
             before, after = (each.get(op, form) for each in (recorded, names))
             if before != after and before and after:
                 self.ranks.say(f"not bit for bit as it was: {op} {before} -> {after}")

@@ -4,6 +4,7 @@ import json
 import typing
 from dataclasses import is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -13,9 +14,17 @@ from ckptkit import Root, Run, hash_checkpoint
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.training import call, curve, lines
 from threefold.options import Leaf, leaves, without_none
-from trainer.checkpoint.changes import changed_settings, kept_samples, recorded_config, value_of
-from trainer.checkpoint.progress import Progress
-from trainer.config import Config
+from trainer.checkpoint.changes import (
+    PARTS,
+    changed_settings,
+    changes_of_run,
+    kept_samples,
+    recorded_config,
+    value_of,
+    with_old_parts,
+)
+from trainer.checkpoint.progress import Progress, environment
+from trainer.config import Config, ParallelConfig
 from trainer.config.resolve import resolve, settled
 
 LEAVES = list(leaves(Config))
@@ -282,3 +291,29 @@ def test_validation_samples_that_an_older_run_did_not_have_are_a_change() -> Non
     now = replace(before, data=replace(data, valid=replace(data.valid, seed=7, stores=("held-out",))))
     assert changed_settings(settled(before, before), settled(now, before)) == ["data.valid.seed 5 -> 7"]
     assert kept_samples(before, settled(now, before)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [(0, 0, []), (0, 2, []), (0, 4, ["2 -> 4"]), (2, 0, []), (2, 1, ["2 -> 1"])],
+    ids=["auto goes on", "the chosen one by name", "another", "a named one goes on", "another than named"],
+)
+@pytest.mark.parametrize(("op", "option"), PARTS.items())
+def test_numbers_of_parts_are_compared_as_they_were_chosen(
+    op: str, option: str, before: int, now: int, expected: list[str]
+) -> None:
+    """A run that took 2 parts, by itself or as it was told."""
+    was, is_now = (with_value(settled(resolve(Config(), 1)), f"parallel.{option}", number) for number in (before, now))
+    cpu = torch.device("cpu")
+    root: Any = SimpleNamespace(step=1, metadata={"environment": environment(cpu)})
+    changes = changes_of_run(root, was, is_now, cpu, {op: "2"})
+    assert changes == [f"not bit for bit as it was: parallel.{option} {text}" for text in expected]
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [(0, "1"), (1, "1"), (4, "4")])
+def test_a_run_from_before_parts_were_chosen_keeps_its_number(recorded: int, expected: str) -> None:
+    before = resolve(Config(parallel=ParallelConfig(tp=2, tp_overlap_parts=recorded)), 2)
+    assert with_old_parts({"attention": "reference"}, before) == {"attention": "reference", "token-parts": expected}
+    assert with_old_parts({"token-parts": "2"}, before) == {"token-parts": "2"}
+    uncut = with_value(before, "parallel.sequence_parallel", "off")
+    assert with_old_parts({}, uncut) == {}, "its parts are chosen where a run cuts tokens"

@@ -118,7 +118,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         # a bucket of 0 MiB holds one parameter
         parallel=ParallelConfig(
             tp=layout.tp, cp=layout.cp, cp_method=cp_method, pp=layout.pp, dp=layout.dp,
-            sequence_parallel=sequence_parallel, tp_overlap_parts=draw(st.integers(1, 3)) if cuts_tokens else 1,
+            sequence_parallel=sequence_parallel, tp_overlap_parts=draw(st.integers(1, 3)) if cuts_tokens else 0,
             schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])), virtual_stages=virtual,
             pipeline_layout=draw(st.sampled_from(["even", "cost", ",".join(map(str, by_hand))])),
             zero_stage=zero_stage, bucket_mib=draw(st.sampled_from([0, 1])),

@@ -67,7 +67,7 @@ class Fault:
     cuts_tokens: bool = False
     schedule: Literal["gpipe", "1f1b", "zb-h1"] = "1f1b"
     dp_shard: int = 0
-    num_parts: int = 1  # in which cut tokens are transferred
+    num_parts: int = 0  # in which cut tokens are transferred; 0: as a run chooses
     micro_batch_size: int = 1
     documents: bool = False  # attention stays in them
     trips: str = ""
