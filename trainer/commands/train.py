@@ -13,6 +13,7 @@ from threefold.options import argument, option
 from trainer.commands.shared import before_ranks, is_first_rank, world_size
 from trainer.config import Config
 from trainer.config.foreign.translate import translated
+from trainer.job.environment import collecting_nothing
 from trainer.job.failure import recorded
 
 
@@ -69,7 +70,8 @@ def run(options: Options) -> int:
         from trainer.run.preview import print_plan
 
         return before_ranks(lambda: print_plan(config, options.device_memory)) if is_first_rank() else 0
-    from trainer.run.loop import train
+    with collecting_nothing():
+        from trainer.run.loop import train
 
     return train(config)
 

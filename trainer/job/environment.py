@@ -1,7 +1,13 @@
-"""What torch and its OpenMP read of the environment when they are loaded; set before that, unless the user did."""
+"""What torch and its OpenMP read of the environment when they are loaded; set before that, unless the user did.
 
+Also how they are loaded: without collections of garbage, of which there is none, a rank starts sooner.
+"""
+
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are of each try to connect; what fails is one line of ours
 # Threads that wait for each other in a loop take the processor from the one that they wait for: where others run beside
@@ -34,3 +40,17 @@ def forget_prepared() -> None:
     for name in _PREPARED:
         os.environ.pop(name, None)
     _PREPARED.clear()
+
+
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """Enclose the import of torch: what it makes stays, and is searched for garbage neither now nor later."""
+    is_first = "torch" not in sys.modules and gc.isenabled()
+    if is_first:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_first:
+            gc.freeze()
+            gc.enable()

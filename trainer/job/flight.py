@@ -85,14 +85,14 @@ def pages_of_node() -> Iterator[None]:
 
 def write_flights_of_dead(paths: Sequence[str | Path], why: str) -> list[Path]:
     """Write the flights of ranks that are gone and did not write their own; return their files."""
-    written = []
-    for path in paths:
-        sight = read_page(path)
-        if sight is None or sight.end != RUNS or _runs(sight.pid):
-            continue
-        if (file := write_flight(sight, why)) is not None:
-            written.append(file)
-    return written
+    files = [write_flight(sight, why) for sight in dead_of(paths)]
+    return [file for file in files if file is not None]
+
+
+def dead_of(paths: Sequence[str | Path]) -> list[Sight]:
+    """Return the pages of ranks that are gone without a word, as by SIGKILL."""
+    sights = [sight for path in paths if (sight := read_page(path)) is not None]
+    return [sight for sight in sights if sight.end == RUNS and not _runs(sight.pid)]
 
 
 def _runs(pid: int) -> bool:

@@ -21,13 +21,13 @@ from ckptkit.torch import GroupExchange
 from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
 from trainer.job.failure import record
-from trainer.job.flight import end_page, write_flights_of_dead
+from trainer.job.flight import dead_of, end_page, write_flights_of_dead
 from trainer.job.noted import NotedExchange
 from trainer.job.page import Calls, RankPage
 from trainer.job.rendezvous import MOST_NAMED, Board, Rendezvous
 from trainer.job.stall import Stall
 from trainer.job.watch import Berth, Watch, this_host
-from trainer.job.whereabouts import STAGES, RankLost, Whereabouts
+from trainer.job.whereabouts import LOST, POSTED, STAGES, RankLost, Whereabouts
 
 T = TypeVar("T")
 
@@ -86,13 +86,13 @@ class Ranks:
             self.exchange = NotedExchange(self.exchange, self._agreement)
         if self.whereabouts is not None:
             self.whereabouts.before_leaving = lambda: end_page(page, "another rank ended by a fault")
+        self._berths = [Berth(*values) for values in self.gather([self.rank, this_host(), page.path, os.getpid()])]
         return page
 
     def begin_watch(self, stall_s: float, on_stall: Callable[[Stall], None]) -> None:
         """Let a thread see when the job makes no progress for some seconds; all ranks call it, with a page."""
         page = self.page
         assert page is not None, "a watch reads pages"
-        self._berths = [Berth(*values) for values in self.gather([self.rank, this_host(), page.path, os.getpid()])]
         on_gpu = self.device.type == "cuda"
         self._watch = Watch(
             page, self._berths, self.board, on_stall, stall_s=stall_s, spins=on_gpu, on_device=page.first_pending
@@ -108,6 +108,27 @@ class Ranks:
         is_said = isinstance(error, SystemExit)  # an error that all ranks met was said, and is the job's last line
         if path is not None and self.rank == 0 and not is_said:
             log(f"what each rank did last is in {path.parent}")
+
+    @property
+    def _pages_here(self) -> list[str]:
+        return [berth.path for berth in self._berths if berth.host == this_host()]
+
+    def leave_if_lost(self) -> None:
+        """End this process at once if a rank is gone without a word: no step can be saved without its part.
+
+        A thread may call it, as the training thread may wait for that rank without an end: on a GPU a collective does.
+        Ranks of other hosts are heard of on the board.
+        """
+        if self.whereabouts is None or self.board.read(POSTED) is not None:
+            return
+        if dead := dead_of(self._pages_here):
+            self.board.post(LOST, ", ".join(str(sight.rank) for sight in dead))
+            write_flights_of_dead(self._pages_here, "it was lost by another rank")
+        if (gone := self.board.read(LOST)) is None:
+            return
+        if self.board.claim(f"{LOST}: said"):
+            log(f"SIGTERM: of {self.world_size} ranks {gone} are gone; the others end at once, and save nothing")
+        self.whereabouts.leave(f"gone without a word: {gone}")
 
     def post_end(self) -> None:
         """Let the other ranks know that this one ends by a fault that it reports itself."""
@@ -157,9 +178,8 @@ class Ranks:
         text = "; ".join([said, *getattr(error, "__notes__", ())])
         if self.whereabouts is not None:
             self.whereabouts.close()  # this rank ends by itself
-        here = [berth.path for berth in self._berths if berth.host == this_host()]
         if not re.search("time(d )?out", text, re.IGNORECASE):
-            write_flights_of_dead(here, "it was lost by another rank")
+            write_flights_of_dead(self._pages_here, "it was lost by another rank")
             return RankLost(
                 f"{where}another rank is gone: {text}",
                 hint="what ended it is above or in its log; the same command resumes",

@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from threefold.errors import StorageError
 from trainer.job.failure import leave, record
@@ -15,6 +16,8 @@ from trainer.job.rendezvous import Board
 
 PERIOD_S, LEAST_PERIOD_S = 10.0, 0.2
 ENDS_WITHIN_S, ENDED = 10.0, "a rank ended"  # after it was read on the board
+LOST = "ranks are gone"  # on the board, without a word of theirs
+POSTED = "last good step"  # on the board, by a rank that ends by a fault and has its part of it saved
 STAGES = ("reads its batch", "trains", "agrees", "evaluates", "saves")  # of a step, in their order
 
 
@@ -69,6 +72,13 @@ class Whereabouts:
         """Return whether another rank posted that."""
         return self._board.read(ENDED) not in (None, str(self._rank))
 
+    def leave(self, text: str) -> NoReturn:
+        """End this process now, from any thread: the training thread may wait for a rank that does not come."""
+        lost = RankLost(text)
+        record(lost)
+        self.before_leaving()
+        leave(lost.exit_code)
+
     def close(self) -> None:
         """End the thread."""
         self._over.set()
@@ -80,10 +90,7 @@ class Whereabouts:
                 self._board.post(_key(self._rank), json.dumps([place.step, place.stage]))
                 self._posted = place
             if self.is_ended_by_another and not self._over.wait(ENDS_WITHIN_S):
-                lost = RankLost("another rank ended by a fault, which it reported")
-                record(lost)
-                self.before_leaving()
-                leave(lost.exit_code)
+                self.leave("another rank ended by a fault, which it reported")
 
 
 def _key(rank: int) -> str:

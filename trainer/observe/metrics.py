@@ -1,7 +1,7 @@
 """The run's voice: one line a step for the metrics file and other sinks, one readable line on the console.
 
-Between the lines of steps are lines with an "event" key: save, copy, eval, void, resume, epoch, seq_length, spike, end;
-and behind the end a line for each sink that lost some.
+Between the lines of steps are lines with an "event" key: start, save, copy, eval, void, resume, epoch, seq_length,
+spike, end; and behind the end a line for each sink that lost some.
 """
 
 import math

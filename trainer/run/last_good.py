@@ -14,9 +14,7 @@ from threefold.cli import log
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saver import Saver
 from trainer.job.ranks import Ranks
-from trainer.job.whereabouts import RankLost
-
-POSTED = "last good step"  # where on the board
+from trainer.job.whereabouts import POSTED, RankLost
 
 
 class LastGood:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-import torch
-
 from datakit import HostBatch
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK, UserError
@@ -31,7 +29,7 @@ from trainer.model.table import parameter_table
 from trainer.observe.gpu import Gpu
 from trainer.observe.peaks import known_peak
 from trainer.run.banner import banner
-from trainer.run.environment import ranks_of
+from trainer.run.environment import make_deterministic, ranks_of
 from trainer.run.evaluate import Evaluations
 from trainer.run.expert_rows import limit_rows
 from trainer.run.first_step import FirstStep
@@ -42,6 +40,7 @@ from trainer.run.logs import check_sinks, open_log, with_run
 from trainer.run.memory_check import check_memory, device_memory
 from trainer.run.out_of_memory import MemoryWatch
 from trainer.run.profiler import Profiler
+from trainer.run.start_times import StartTimes
 from trainer.run.started import Intake, Started, memory_share, peak_memory_gib
 from trainer.run.step_report import StepReport
 from trainer.run.stop import OUT_OF_TIME, StopRequest, cause_of, exit_code
@@ -54,7 +53,7 @@ def train(config: Config) -> int:
     Return the exit code. It is 0 after the last step, and under torchrun, which would end the other ranks for any other
     code; else 128 and the signal's number, or 124 if the time was over.
     """
-    max_time_s = config.train.max_time_s
+    max_time_s, times = config.train.max_time_s, StartTimes()
     if config.train.deterministic:
         make_deterministic()
     speaks = os.environ.get("RANK", "0") == "0"
@@ -62,21 +61,13 @@ def train(config: Config) -> int:
         StopRequest(speaks=speaks, max_time_s=max_time_s) as stop,
         ranks_of(config) as ranks,
     ):
-        run = Run(ranks.on_all(lambda: completed(config)), ranks, stop)
+        times.end("meeting")
+        stop.at_term = ranks.leave_if_lost
+        run = Run(ranks.on_all(lambda: completed(config)), ranks, stop, times)
         with run.saving_at_faults():
             while run.goes_on:
                 ranks.naming_rank(lambda: run.memory.answering(run.next_step))
         return ranks.naming_rank(run.finish)
-
-
-def make_deterministic() -> None:
-    """Let this process use deterministic kernels alone, and fail where there is none; before CUDA starts.
-
-    Source: torch's notes on reproducibility; cuBLAS reads its workspace's size when it starts.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is not read
 
 
 def completed(config: Config) -> Config:
@@ -88,7 +79,7 @@ def completed(config: Config) -> Config:
 class Run:
     """One start of a run, from the resumed step on: its thread trains, and every rank makes the same calls."""
 
-    def __init__(self, config: Config, ranks: Ranks, stop: StopRequest) -> None:
+    def __init__(self, config: Config, ranks: Ranks, stop: StopRequest, times: StartTimes) -> None:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
         self.ranks, self._stop, self._health = ranks, stop, Health(config, ranks)
         ranks.on_all(lambda: check_sinks(config.log) if ranks.rank == 0 else None)
@@ -102,7 +93,9 @@ class Run:
         if ranks.rank == 0:
             print_facts(banner(config, ranks.device, blend, tiers))
         limit_rows(self.engine.balance.limit, config, ranks)
+        times.end("building")
         resumed = resume(ranks, self.engine, config, tiers)
+        times.end("loading")
         self.config = self.engine.config = config = resumed.config
         self._choose_ops(resumed.ops)
         attempt = ranks.broadcast(secrets.token_hex(8))
@@ -139,6 +132,8 @@ class Run:
         self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
         self._started: Started | None = None
         self._ended, self._paused_s = Moment(ranks.device), 0.0
+        times.end("opening")
+        self._start_times: StartTimes | None = times  # until the first step has ended
 
     @property
     def goes_on(self) -> bool:
@@ -273,6 +268,10 @@ class Run:
         self._log.of_rank(started.progress.step, ranks.rank, {"step_s": step_s, **report.fields})
         norms = self.engine.norms.by_layer(stats.squares)
         self._log.step(agreed.line(started, stats, self.config.train, step_s=step_s, norms=norms, **rates))
+        if self._start_times is not None:
+            self._start_times.end("first_step")
+            self._log.event("start", started.progress.step, **self._start_times.seconds)
+            self._start_times = None
         if not is_alone:
             waits_s = stats.comm_s + stats.bubble_s + report.fields["checkpoint_stall_s"]
             self._health.note_step(started.progress.step, step_s - waits_s)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from threefold.cli import SAME_WITHIN_S
 from threefold.errors import UserError
@@ -17,7 +18,8 @@ EXIT_OUT_OF_TIME = 124  # as of timeout(1)
 class StopRequest:
     """Note the first signal inside a `with`, instead of dying of it; `number` is that signal's, 0 before it.
 
-    A thread of its own hears them, as the main thread may wait in a collective.
+    A thread of its own hears them, as the main thread may wait in a collective. It calls `at_term` at SIGTERM, which a
+    launcher sends to the ranks that are left of a job: it may end the process.
     """
 
     def __init__(self, *, speaks: bool, max_time_s: float = 0.0, same_within_s: float = SAME_WITHIN_S) -> None:
@@ -28,6 +30,7 @@ class StopRequest:
         if not max_time_s >= 0:  # so put that a NaN is refused too
             raise UserError(f"train.max_time_s is {max_time_s}, not 0 or more", hint="--train.max-time-s 3600")
         self._speaks, self._same_within_s, self._signal = speaks, same_within_s, 0
+        self.at_term: Callable[[], object] = lambda: None
         self._first_s = 0.0  # when the first of ENDING came
         self._ends_at_s = time.monotonic() + max_time_s if max_time_s else float("inf")
 
@@ -44,6 +47,8 @@ class StopRequest:
         self._heard.__exit__()
 
     def _hear(self, number: int) -> None:
+        if number == signal.SIGTERM:
+            self.at_term()
         if not self._signal:
             self._signal = number
             self._say(number, "ends after this step; a second SIGINT or SIGTERM ends it at once")

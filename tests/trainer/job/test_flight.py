@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.job.flight import default_folder, end_page, pages_of_node
+from trainer.job.flight import dead_of, default_folder, end_page, pages_of_node
 from trainer.job.page import FOLDER, RankPage
 
 
@@ -56,6 +56,7 @@ def test_the_launcher_writes_for_ranks_that_died(tmp_path: Path, capsys: pytest.
         for rank, how in enumerate(("dies", "fails", "ends")):
             command = [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path), how]
             subprocess.run(command, check=False, env=os.environ | {FOLDER: str(folder)})
+        assert [sight.rank for sight in dead_of(list(folder.iterdir()))] == [0]
     assert not folder.exists()
     assert FOLDER not in os.environ
     assert flight(tmp_path, 0)[0]["why"] == "it ended without a word"

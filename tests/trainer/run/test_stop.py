@@ -47,6 +47,16 @@ def test_a_first_signal_is_noted_and_its_echo_is_no_second(
     assert capsys.readouterr().err == said
 
 
+def test_a_rank_may_leave_at_sigterm_alone() -> None:
+    calls = list[str]()
+    with StopRequest(speaks=False, same_within_s=60.0) as request:
+        request.at_term = lambda: calls.append("SIGTERM")
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        wait_until(lambda: calls)
+        assert (request.number, calls) == (signal.SIGUSR1, ["SIGTERM"])
+
+
 def test_a_hangup_that_nohup_ignores_asks_for_nothing() -> None:
     usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
