@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from threefold.errors import StorageError, UserError
+from trainer.job.roll_call import RollCall, name_of
 
 RESOLVE_WITHIN_S = 60.0  # a new node's name may be known only after a while
 ANSWERS_WITHIN_S = 2.0  # beyond the time that torch has
 ALL_HERE, NUM_HERE = "all are here", "ranks here"
 MOST_NAMED = 8
+LOOKS_EVERY_S = 0.1  # at most: the last rank that comes is waited for
 
 
 class Board:
@@ -60,8 +62,7 @@ class Rendezvous:
     host: str
     port: int
     timeout_s: float
-    is_hosted: bool  # by torchrun's agent, else rank 0 is the host
-    restart: str = "0"  # of torchrun, whose store outlives the ranks
+    is_hosted: bool  # by torchrun's agent, whose store outlives the ranks; else rank 0 is the host
 
     @classmethod
     def of_environment(cls, rank: int, world_size: int, timeout_s: float) -> "Rendezvous":
@@ -74,8 +75,7 @@ class Rendezvous:
                 hint=f"trainer launch sets both; or {export}",
             )
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return cls(rank, world_size, host, int(port), timeout_s, is_hosted, restart)
+        return cls(rank, world_size, host, int(port), timeout_s, is_hosted)
 
     @property
     def address(self) -> str:
@@ -104,11 +104,10 @@ class Rendezvous:
             )  # fmt: skip
         except RuntimeError as error:
             self._refuse(error)
-        job = PrefixStore(f"trainer/{self.restart}", store)
-        self._await_all(job)
+        job = self._await_all(store)
         try:
             dist.init_process_group(
-                backend, store=PrefixStore(f"group/{self.restart}", store), rank=self.rank,
+                backend, store=PrefixStore("group", job), rank=self.rank,
                 world_size=self.world_size, timeout=timeout,
             )  # fmt: skip
         except RuntimeError as error:
@@ -129,20 +128,30 @@ class Rendezvous:
     def _connect(self, left_s: float) -> None:
         socket.create_connection((self.host, self.port), timeout=max(left_s, 0.1)).close()
 
-    def _await_all(self, store: Store) -> None:
+    def _await_all(self, store: Store) -> Store:
+        """Return the part of the store that this start of the job has, once all ranks are there."""
+        own: Store | None = None
         try:
-            store.set(f"rank {self.rank}", socket.gethostname())
-            if store.add(NUM_HERE, 1) == self.world_size:
-                store.set(ALL_HERE, "")
+            call = RollCall(store, self.rank, self.world_size)
             deadline, pause_s = time.monotonic() + self.timeout_s, 0.01
-            while not store.check([ALL_HERE]):  # `wait` holds the store, and prints its own story
+            while True:  # `wait` holds the store, and prints its own story
+                if own is None and (start := call.start()):
+                    own = PrefixStore(f"trainer/{start}", store)
+                    own.set(f"rank {self.rank}", socket.gethostname())
+                    if own.add(NUM_HERE, 1) == self.world_size:
+                        own.set(ALL_HERE, "")
+                call.answer()
+                if own is not None and own.check([ALL_HERE]):
+                    return own
                 if time.monotonic() >= deadline:
                     raise RuntimeError("not all ranks came")
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.5)
+                pause_s = min(2 * pause_s, LOOKS_EVERY_S)
         except RuntimeError as error:
-            board = Board(store)
+            board = Board(own)
             absent = [rank for rank in range(self.world_size) if board.read(f"rank {rank}") is None]
+            if own is None and Board(store).read(name_of(self.rank)) is not None:
+                absent = [0]  # who alone knows of the others
             if not absent or self.rank in absent:
                 self._raise(f"the place to meet, {self.address}, is gone: {_first_line(error)}", _LOOK, error)
             shown = ", ".join(map(str, absent[:MOST_NAMED])) + (" ..." if len(absent) > MOST_NAMED else "")
