@@ -125,7 +125,8 @@ def write_model(folder: Path) -> None:
 
 ON_A_STORE = (  # with the configuration of write_config alone
     "Write lines of JSON|TensorBoard|Weights & Biases|MLflow|Hear of events|Times of each rank|Watch a run|"
-    "Train with it|When a step runs out of memory|Two ranks of one machine|Save to two places|Several nodes|"
+    "Train with it|When a step runs out of memory|Two ranks of one machine|A rank that is gone|Save to two places|"
+    "Several nodes|"
     "Read the report of a stall|What each rank did last|Find a slow rank|Look at the hardware first|Profile some steps|"
     "Each node's own disk|A replica on the next node|Memory as the first tier|Suspect a kernel|Read a step's line"
 )

@@ -1,7 +1,7 @@
 """RollCall: ranks of one start of a job find each other in a store that outlives starts.
 
-A launcher's store keeps what ranks of earlier starts left. torch tells starts apart by the restarts of a node, which
-differ between nodes: one whose ranks were ended for the fault of another counts none. So each rank draws a name, and
+A launcher's store keeps what ranks of earlier starts left. torch numbers starts by the restarts of a node, which differ
+between nodes: one whose ranks were ended for the fault of another counts none. So each rank draws a name, and
 rank 0 answers the names that it sees. A rank belongs to the rank 0 that answered its own name, as one of an earlier
 start answers no more.
 

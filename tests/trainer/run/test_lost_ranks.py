@@ -60,10 +60,10 @@ class Left(Exception):
 def test_a_rank_leaves_if_one_of_another_host_is_gone(
     notes: dict[str, str], leaves: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = list[str]()
+    texts = list[str]()
 
     def leave(text: str) -> None:
-        said.append(text)
+        texts.append(text)
         raise Left
 
     ranks: Any = object.__new__(Ranks)
@@ -74,7 +74,7 @@ def test_a_rank_leaves_if_one_of_another_host_is_gone(
     for _ in range(2):
         with pytest.raises(Left) if leaves else nullcontext():
             ranks.leave_if_lost()
-    assert said == ["gone without a word: 5"] * 2 * leaves
+    assert texts == ["gone without a word: 5"] * 2 * leaves
     line = "SIGTERM: of 8 ranks 5 are gone; the others end at once, and save nothing\n"
     assert capsys.readouterr().err == line * leaves, "one rank says so"
 
