@@ -288,4 +288,4 @@ def test_collectives_go_through_groups() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom) and re.search(r"torch.*\bdistributed\b", ast.unparse(node))
     }
     launches = {f"job/{name}.py" for name in ("launcher", "launch_faults", "launch_flags", "meeting", "passed_signals")}
-    assert groups == {"mesh/processes.py", "job/ranks.py", "job/rendezvous.py", *launches}
+    assert groups == {"mesh/processes.py", "job/ranks.py", "job/rendezvous.py", "job/roll_call.py", *launches}
