@@ -127,7 +127,8 @@ class Ranks:
         if (gone := self.board.read(LOST)) is None:
             return
         if self.board.claim(f"{LOST}: said"):
-            log(f"SIGTERM: of {self.world_size} ranks {gone} are gone; the others end at once, and save nothing")
+            who = f"ranks {gone} of {self.world_size} are" if "," in gone else f"rank {gone} of {self.world_size} is"
+            log(f"SIGTERM: {who} gone; the others end at once, and save nothing")
         self.whereabouts.leave(f"gone without a word: {gone}")
 
     def post_end(self) -> None:

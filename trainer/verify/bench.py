@@ -22,6 +22,14 @@ class Bench:
         self._forget()
 
     @classmethod
+    def of_stores(cls, config: Config, run: Config, folder: Path) -> "Bench":
+        """Return a bench of a small run whose stores are there."""
+        bench = cls.__new__(cls)
+        bench.config, bench.run, bench.folder, bench.saved = config, run, folder, None
+        bench._forget()
+        return bench
+
+    @classmethod
     def beside(cls, bench: "Bench", config: Config) -> "Bench":
         """Return a bench of another small run over the same stores."""
         other = copy(bench)

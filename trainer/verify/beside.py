@@ -1,22 +1,25 @@
 """The checks in order, of many ranks in two processes: ranks are threads of one Python, which uses one core.
 
 The second process makes the checks of `BESIDE` with trials of its own, over the same stores. Results come in the order
-of the checks from both. It gets its bench on stdin and writes a line of JSON for each result.
+of the checks from both. It gets its bench on stdin, and writes a line for each result; both are JSON.
 """
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from threefold.child_python import python_command, search_path
+from threefold.options import Fault, walk
+from trainer.config import Config
 from trainer.config.resolve import layout_of
+from trainer.run.memory_check import with_values
 from trainer.verify.bench import Bench
 from trainer.verify.checks import CHECKS, Result, run_check
 
@@ -47,9 +50,9 @@ def one_check(name: str, bench: Bench, deadline: float) -> Result:
 @contextmanager
 def process_beside(bench: Bench, deadline: float) -> "Iterator[subprocess.Popen[bytes]]":
     """Start the process that makes the checks of `BESIDE`, and end it with the block."""
-    other = Bench.beside(bench, bench.config)
-    other.folder = bench.folder / "beside"
-    other.folder.mkdir()
+    folder = bench.folder / "beside"
+    folder.mkdir()
+    known = {"config": asdict(bench.config), "run": asdict(bench.run), "folder": str(folder), "deadline": deadline}
     with subprocess.Popen(
         python_command("trainer.verify.beside"),
         stdin=subprocess.PIPE,
@@ -58,7 +61,7 @@ def process_beside(bench: Bench, deadline: float) -> "Iterator[subprocess.Popen[
     ) as process:
         try:
             assert process.stdin is not None, "it is a pipe"
-            process.stdin.write(pickle.dumps((other, deadline)))
+            process.stdin.write(json.dumps(known).encode())
             process.stdin.close()
             yield process
         finally:
@@ -76,13 +79,22 @@ def result_of(process: "subprocess.Popen[bytes]", name: str) -> Result:
     return Result(**result)
 
 
+def config_of(tables: dict[str, dict[str, Any]]) -> Config:
+    """Return the configuration of its tables; a small run has values that nobody may write, such as buckets of 0."""
+    faults: list[Fault] = []
+    config = walk(Config, tables, faults)
+    beyond = [name.split(".", 1) for names, _ in faults for name in names]
+    return with_values(config, {f"{table}.{field}": tables[table][field] for table, field in beyond})
+
+
 def main() -> None:
     """Make the checks of `BESIDE` with the bench on stdin, and write their results to stdout."""
     results, sys.stdout = sys.stdout, sys.stderr  # which has what anything else prints
-    bench, deadline = pickle.load(sys.stdin.buffer)
+    known = json.load(sys.stdin)
+    bench = Bench.of_stores(config_of(known["config"]), config_of(known["run"]), Path(known["folder"]))
     for name in CHECKS:
         if name in BESIDE:
-            print(json.dumps(asdict(one_check(name, bench, deadline))), file=results, flush=True)
+            print(json.dumps(asdict(one_check(name, bench, known["deadline"]))), file=results, flush=True)
 
 
 if __name__ == "__main__":

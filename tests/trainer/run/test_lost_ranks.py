@@ -75,7 +75,7 @@ def test_a_rank_leaves_if_one_of_another_host_is_gone(
         with pytest.raises(Left) if leaves else nullcontext():
             ranks.leave_if_lost()
     assert texts == ["gone without a word: 5"] * 2 * leaves
-    line = "SIGTERM: of 8 ranks 5 are gone; the others end at once, and save nothing\n"
+    line = "SIGTERM: rank 5 of 8 is gone; the others end at once, and save nothing\n"
     assert capsys.readouterr().err == line * leaves, "one rank says so"
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_are_left_save_nothing(how: str, job_config: Path, tmp_path: 
     run, metrics = tmp_path / "run", tmp_path / "m.jsonl"
     [said] = outcomes(tmp_path, how, job_config, ["--standalone", "--nproc-per-node", 2], num_launchers=1)
     assert "resumed from step 2 of" in said
-    assert ("SIGTERM: of 2 ranks 1 are gone; the others end at once, and save nothing" in said) or how == "ends"
+    assert ("SIGTERM: rank 1 of 2 is gone; the others end at once, and save nothing" in said) or how == "ends"
     assert not re.search("the run ends after this step|step 3 is", said)
     assert committed_steps(open_storage(str(run))) == [2, 4, 6, 8, 10, 12]
     assert not list(run.glob("step-000000003*")), "step 3 was the last good one, and rank 1 had a part of it"
@@ -128,7 +128,7 @@ def test_a_node_without_a_fault_goes_on_with_the_others(job_config: Path, tmp_pa
     ranks = [*ON_TWO, "--nproc-per-node", 1, *endpoint(port)]
     said = "".join(outcomes(tmp_path, "waits", job_config, ranks, num_launchers=2))
     assert "resumed from step 2 of" in said
-    assert "SIGTERM: of 2 ranks 1 are gone; the others end at once, and save nothing" in said
+    assert "SIGTERM: rank 1 of 2 is gone; the others end at once, and save nothing" in said
     assert "error" not in said.lower()
     assert [line["step"] for line in lines(tmp_path / "m.jsonl", "start")] == [1, 3]
     assert last_step(tmp_path / "m.jsonl") == 12

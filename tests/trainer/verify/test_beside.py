@@ -1,6 +1,8 @@
 """Checks of many ranks are made by two processes, with the results of one; what its end took along was not run."""
 
+import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
@@ -8,8 +10,9 @@ import pytest
 
 from tests.trainer.verify.test_checks import bench_of
 from tests.trainer.verify.test_shrink import run_of
-from trainer.verify.beside import BESIDE, result_of, run_checks
+from trainer.verify.beside import BESIDE, config_of, result_of, run_checks
 from trainer.verify.checks import CHECKS
+from trainer.verify.shrink import shrunk
 
 
 @pytest.mark.slow
@@ -30,6 +33,13 @@ def test_two_processes_come_to_what_one_does(tmp_path: Path, seconds: float) -> 
 
 def test_the_process_beside_makes_checks_that_there_are() -> None:
     assert CHECKS.keys() > BESIDE
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3-30b-a3b", "llama-3-8b"])
+def test_a_run_and_its_small_one_are_told_whole(name: str) -> None:
+    run = run_of(f"examples/{name}.toml", model__vocab_size="512")
+    for config in (run, shrunk(run).config):
+        assert config_of(json.loads(json.dumps(asdict(config)))) == config
 
 
 def test_what_a_process_did_not_come_to_is_not_run() -> None:
