@@ -15,7 +15,7 @@ from typing import Any, Literal
 from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config.check import cross_faults
-from trainer.config.resolve import layout_of, longest_row, resolve
+from trainer.config.resolve import longest_row, resolve
 from trainer.model.flops import count_parameters, token_flops
 from trainer.model.table import parameter_table
 from trainer.plan.rates import Rates
@@ -39,20 +39,20 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its settings; `bound` are seconds that its step takes at least, `state` about the bytes of a rank's
-    weights, gradients and states."""
+    """A layout with its settings, that may have a fault; `bound` are seconds that its step takes at least, `state`
+    about the bytes of a rank's weights, gradients and states."""
 
     settings: Settings
-    config: Config
     bound: float
     state: float
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A candidate with the time of its step and the memory of its largest rank."""
+    """A candidate with its resolved configuration, the time of its step and the memory of its largest rank."""
 
     candidate: Candidate
+    config: Config
     time: StepTime
     memory: RankMemory
     capacity: float
@@ -62,24 +62,10 @@ class Planned:
         """Return whether a GPU has memory for it."""
         return self.memory.total <= self.capacity * USABLE
 
-    @property
-    def config(self) -> Config:
-        """Return its resolved configuration."""
-        return self.candidate.config
-
 
 def best_plans(config: Config, num_gpus: int, rates: Rates, objective: Objective) -> list[Planned]:
     """Return plans, the best first, those that do not fit last; UserError if no layout exists."""
     possible = list(candidates_of(config, num_gpus, rates))
-    if not possible:
-        batch = config.train.global_batch_size
-        text = f"no layout of {num_gpus} GPUs has a whole micro-batch on each rank of dp, of {batch} samples a step"
-        raise UserError(text, hint=f"--global-batch-size {math.lcm(batch, num_gpus)}")
-    smallest = min(one.state for one in possible)
-    if smallest > rates.capacity:
-        text = f"weights and their states take {smallest / 1e9:.1f} GB a rank on {num_gpus} GPUs, which is too much"
-        more = num_gpus * 2 ** math.ceil(math.log2(smallest / rates.capacity) + 1)
-        raise UserError(f"{text} for {rates.name}", hint=f"--gpus {more}")
     candidates = [one for one in possible if one.state <= rates.capacity]
     candidates.sort(key=smallness if objective == "memory" else lambda one: (one.bound,))
     volumes, plans = VolumeTable(), list[Planned]()
@@ -89,36 +75,58 @@ def best_plans(config: Config, num_gpus: int, rates: Rates, objective: Objective
         is_over = objective == "time" and candidate.bound > fastest
         if is_over or len(fitting) >= KEPT or len(plans) >= MOST:
             break
-        plans.append(planned(candidate, rates, volumes))
+        resolved = without_fault(config, candidate, num_gpus)
+        if resolved is not None:
+            plans.append(planned(candidate, resolved, rates, volumes))
+    if not plans:
+        raise nothing_planned(config, num_gpus, rates, possible)
     if objective == "memory":
         return sorted(plans, key=lambda plan: (plan.memory.total, plan.time.total))
     return sorted(plans, key=lambda plan: (not plan.fits, plan.time.total))
 
 
-def planned(candidate: Candidate, rates: Rates, volumes: VolumeTable) -> Planned:
+def nothing_planned(config: Config, num_gpus: int, rates: Rates, possible: list[Candidate]) -> UserError:
+    """Return why no candidate is planned: the smallest does not fit, or each has a fault."""
+    by_size = sorted(possible, key=lambda one: one.state)
+    smallest = next((one for one in by_size if without_fault(config, one, num_gpus) is not None), None)
+    if smallest is None:
+        batch = config.train.global_batch_size
+        text = f"no layout of {num_gpus} GPUs has a whole micro-batch on each rank of dp, of {batch} samples a step"
+        return UserError(text, hint=f"--global-batch-size {math.lcm(batch, num_gpus)}")
+    text = f"weights and their states take {smallest.state / 1e9:.1f} GB a rank on {num_gpus} GPUs, which is too much"
+    more = num_gpus * 2 ** math.ceil(math.log2(smallest.state / rates.capacity) + 1)
+    return UserError(f"{text} for {rates.name}", hint=f"--gpus {more}")
+
+
+def without_fault(config: Config, candidate: Candidate, num_gpus: int) -> Config | None:
+    """Return the resolved run of a candidate, None if it has a fault."""
+    changed = with_values(config, candidate.settings | {"train.gradient_accumulation_steps": 0})
+    changed = replace(changed, train=replace(changed.train, device="cuda", eval_interval=0))
+    return None if cross_faults(changed, num_gpus) else resolve(changed, num_gpus)
+
+
+def planned(candidate: Candidate, config: Config, rates: Rates, volumes: VolumeTable) -> Planned:
     """Return the plan of a candidate."""
-    config = candidate.config
     ends = {0, config.parallel.pp - 1}
     memory = max((rank_memory(config, pp) for pp in ends), key=lambda one: one.total)
-    return Planned(candidate, step_time(config, rates, volumes.of(config)), memory, rates.capacity)
+    return Planned(candidate, config, step_time(config, rates, volumes.of(config)), memory, rates.capacity)
 
 
 def candidates_of(config: Config, num_gpus: int, rates: Rates) -> Iterator[Candidate]:
-    """Yield what has no fault."""
+    """Yield those whose micro-batches come out even; what else is at fault is seen when they are planned."""
     table = parameter_table(config)
     flops = token_flops(config, table, longest_row(config)).causal
     tokens = config.train.global_batch_size * config.train.seq_length
     arithmetic = flops * tokens / num_gpus / rates.flops
     num_parameters = count_parameters(config, table).total
     for settings in settings_of(config, num_gpus):
-        changed = with_values(config, settings | {"train.gradient_accumulation_steps": 0})
-        changed = replace(changed, train=replace(changed.train, device="cuda", eval_interval=0))
-        if cross_faults(changed, num_gpus):
-            continue
-        changed = resolve(changed, num_gpus)
-        work = arithmetic * (4 / 3 if changed.train.recompute == "full" else 1)
-        state = state_bytes(changed, num_parameters)
-        yield Candidate(settings, changed, work * (1 + idle_share(changed)), state)
+        number, rest = divmod(
+            config.train.global_batch_size, settings["train.micro_batch_size"] * settings["parallel.dp"]
+        )
+        if not rest and number:
+            work = arithmetic * (4 / 3 if settings["train.recompute"] == "full" else 1)
+            bound = work * (1 + idle_share(settings, number))
+            yield Candidate(settings, bound, state_bytes(settings, num_parameters))
 
 
 def settings_of(config: Config, num_gpus: int) -> Iterator[Settings]:
@@ -151,23 +159,21 @@ def settings_of(config: Config, num_gpus: int) -> Iterator[Settings]:
             }
 
 
-def idle_share(config: Config) -> float:
+def idle_share(settings: Settings, num_microbatches: int) -> float:
     """Return the bubble over the arithmetic if all stages are equal and each pass takes as long."""
-    parallel = config.parallel
-    share = (parallel.pp - 1) / (parallel.virtual_stages * config.train.gradient_accumulation_steps)
-    return share / 3 if parallel.schedule == "zb-h1" else share
+    share = (settings["parallel.pp"] - 1) / (settings["parallel.virtual_stages"] * num_microbatches)
+    return share / 3 if settings["parallel.schedule"] == "zb-h1" else share
 
 
 def smallness(candidate: Candidate) -> tuple[float, ...]:
     """Return by what candidates of little memory come first: states, what is made again, the micro-batch."""
-    train = candidate.config.train
-    kept = 2 if train.recompute == "none" else int(train.recompute_keep == "attention")
-    return round(candidate.state / 1e9), kept, train.micro_batch_size, candidate.bound
+    settings = candidate.settings
+    kept = 2 if settings["train.recompute"] == "none" else int(settings["train.recompute_keep"] == "attention")
+    return round(candidate.state / 1e9), kept, settings["train.micro_batch_size"], candidate.bound
 
 
-def state_bytes(config: Config, num_parameters: int) -> float:
+def state_bytes(settings: Settings, num_parameters: int) -> float:
     """Return about what weights, gradients and states of a rank take, its experts among them."""
-    layout = layout_of(config)
-    over = layout.dp * layout.cp
-    share = 18 / over if config.parallel.zero_stage == 3 else 6 + 12 / over
-    return num_parameters / (layout.tp * layout.pp * layout.ep) * share
+    over = settings["parallel.dp"] * settings["parallel.cp"]
+    share = 18 / over if settings["parallel.zero_stage"] == 3 else 6 + 12 / over
+    return num_parameters / math.prod(settings[f"parallel.{axis}"] for axis in ("tp", "pp", "ep")) * share
