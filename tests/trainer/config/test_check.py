@@ -39,6 +39,7 @@ BOOKKEEPING = ("dataclasses.py", "<string>", "needs.py", "options.py", "config/c
 FREE = {  # what a run need not read, and why it may be set all the same
     "model.num_positions": "command lines of Megatron-LM must have it, with rotary positions too",
     "parallel.sequence_parallel": "one file serves any layout: it waits for tp > 1",
+    "parallel.tp_overlap_parts": "one file serves any layout: it waits for tp > 1",
     "parallel.cp_method": "one file serves any layout: it waits for cp > 1",
     "parallel.schedule": "one file serves any layout: it waits for pp > 1",
     "optim.wsd_decay": "it is for a start that finds a cool-down, too",
