@@ -20,6 +20,7 @@ from trainer.checkpoint.changes import value_of
 from trainer.config.check import cross_faults
 from trainer.config.eight_bits import left_weights
 from trainer.config.walk import config_from, load_config
+from trainer.model import table as parameters
 
 TABLES = {
     tables.ModelConfig: "model",
@@ -52,6 +53,7 @@ FREE = {  # what a run need not read, and why it may be set all the same
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Collect the names of options that are read, other than to be checked, compared or recorded."""
     names: set[str] = set()
+    parameters._rows.cache_clear()  # what a run before has read is read again
 
     def read(table: Any, name: str) -> Any:
         code = sys._getframe(1).f_code
