@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.record import add_option
 from threefold.cli import Parser, run
+from trainer.run.start_times import began_s, now_s
 
 HERE = Path(__file__).resolve().parent
 WAITS = "RECOVERY_WAITS"  # in the environment of ranks
@@ -171,16 +172,6 @@ def write_data(folder: Path) -> None:
 def exists(pid: int) -> bool:
     """Return whether a process runs, or ended and nobody asked for its code."""
     return Path(f"/proc/{pid}").exists()
-
-
-def now_s() -> float:
-    """Return the seconds since the host began, as the kernel counts the begin of a process."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def began_s(pid: int) -> float:
-    """Return when a process began, to a hundredth of a second."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def nccl_s(path: Path) -> float:

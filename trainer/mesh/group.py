@@ -112,7 +112,7 @@ class Group:
         """Return the span of a wait for a call."""
         if kind in ("send", "receive"):
             return self.clock.span("bubble")
-        return self.clock.span(_cause_of(self.axes), is_sampled=_is_in_passes(self.axes))
+        return self.clock.span(self.cause, is_sampled=_is_in_passes(self.axes))
 
     def end(self, *, is_timed: bool) -> Moment:
         """Return where a call's wait ends in the device's work, whose span is over, or was not counted."""

@@ -32,6 +32,15 @@ class StartTimes:
 
 def process_age_s() -> float:
     """Return how long ago this process began, to a hundredth of a second."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    ticks = int(fields[STARTED_AT]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks
+    return now_s() - began_s("self")
+
+
+def now_s() -> float:
+    """Return the seconds since the host began, as the kernel counts the begin of a process."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def began_s(pid: int | str) -> float:
+    """Return when a process began on that clock, to a hundredth of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[STARTED_AT]) / os.sysconf("SC_CLK_TCK")
