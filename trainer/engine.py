@@ -28,6 +28,7 @@ from trainer.parallel.expert_parts import choose_expert_parts
 from trainer.parallel.token_parts import choose_token_parts
 from trainer.pipeline.actions import Action, most_sends
 from trainer.pipeline.executor import Executor
+from trainer.pipeline.graph import PassGraph
 from trainer.pipeline.schedules import rank_actions
 from trainer.store.bucket import StoreOptions
 from trainer.store.lr import learning_rate
@@ -73,6 +74,8 @@ class Engine:
         )
         self.pipeline.around = self._around
         self.norms = LayerNorms(self.store, config.log.norms_interval)
+        is_recorded = config.train.cuda_graphs and mesh.device.type == "cuda"
+        self.graph = PassGraph(self._passes, self.store.expire) if is_recorded else None
         if mesh.page is not None:
             self.pipeline.note = mesh.page.act
 
@@ -108,16 +111,13 @@ class Engine:
         counting = mesh.dp.start("all_reduce", batch.loss_mask.sum(dtype=torch.float64), "sum")
         num_tokens = cache(counting.wait)  # by the first loss: it is behind the gathers, which the forward is beside
         scale = cache(lambda: self.verdict.scaled(1 / num_tokens().clamp(min=1)).to(wide_dtype(self.dtype)))
-        self.store.begin_step()
         self.balance.begin_step(step)
         self.casts.begin_step(step)
-        loss = self._run(
-            schedule_of(self.config),
-            self._microbatches(step, batch, scale=scale),
-            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum() * scale(),
-        )
-        self.pipeline.note("U", 0, 0)
-        squares = self.store.finish_reduce()
+        if self.graph is None:
+            loss, squares = self._passes(step, batch, scale)
+        else:  # which waits for nothing outside of it
+            self.store.join()
+            loss, squares = self.graph.run(step, batch, scale)
         # each tensor-parallel rank of the last stage has its data-parallel share of the loss
         share = loss if mesh.coords.tp == 0 else torch.zeros_like(loss)
         parts = share.view(1), squares, self.balance.counts_LE.flatten(), self.casts.sums.flatten()
@@ -131,6 +131,17 @@ class Engine:
         self.store.update(optim, lr, updates, factor=factor, is_bad=self.verdict.is_void, late=late, form=form)
         others = self.balance.loads, self.casts.shares(sums[3]), norms
         return PendingStats(self.verdict.numbers, lr, mesh.clock.take(), self.verdict.noting(), others)
+
+    def _passes(self, step: int, batch: Batch, scale: Scale) -> tuple[Tensor, Tensor]:
+        """Run the passes of a step; return its loss and the squared norms of its gradients: this rank's share."""
+        self.store.begin_step()
+        loss = self._run(
+            schedule_of(self.config),
+            self._microbatches(step, batch, scale=scale),
+            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum() * scale(),
+        )
+        self.pipeline.note("U", 0, 0)
+        return loss, self.store.finish_reduce()
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch) -> tuple[float, ...]:
@@ -147,6 +158,11 @@ class Engine:
         own = counts * (mesh.cp.index == 0)  # they are of all of its samples' tokens
         share = torch.stack([losses.expand(1 + size), own], 1).flatten()
         return tuple(mesh.world.all_reduce(share * float(counts_here)).tolist())
+
+    def close(self) -> None:
+        """Let go of what keeps groups from ending; the state stays."""
+        if self.graph is not None:
+            self.graph.close()
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:

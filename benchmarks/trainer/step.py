@@ -11,6 +11,7 @@ browser's trace viewer. For a peer, run it on the same GPU before and after.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from functools import partial
@@ -94,8 +95,11 @@ def engine_and_batch(config: Config, ranks: Ranks | None = None) -> tuple[Engine
     """Return a model with drawn state, on one GPU or this rank's, and random tokens for a step."""
     device = torch.device("cuda", 0) if ranks is None else ranks.device
     engine = Engine(config, mesh_of(config, 0 if ranks is None else ranks.rank, device))
+    if ranks is not None:
+        ranks.before_end.append(engine.close)
     engine.initialise()
     engine.choose_ops({}, by_timing=device.type == "cuda")
+    gc.freeze()  # a run leaves what its imports made out of its collections of garbage
     shape = config.train.gradient_accumulation_steps, config.train.micro_batch_size, config.train.seq_length
     rows = torch.randint(config.model.vocab_size, (*shape[:2], shape[2] + 1), device=device)
     positions = torch.arange(shape[2], device=device).expand(shape).contiguous()

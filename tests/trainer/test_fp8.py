@@ -21,6 +21,9 @@ from tests.trainer.support.fp8_faults import (
 from tests.trainer.support.parity import assert_parity, local_batch, make_engine, run_steps
 from tests.trainer.support.training import Job, curve, hash_of, write_config, write_stores
 from trainer.config import Fp8Config
+from trainer.linear import fp8
+from trainer.linear.fp8 import product
+from trainer.ops.fp8 import quantise
 from trainer.verify.threads import run_threads
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -142,6 +145,36 @@ def test_products_on_a_gpu_are_those_of_the_values(recipe: str) -> None:
     for times in (1, 2):
         gemm.wgrad(dy, kept, ends=False)
         assert (gradient.double() - times * expected).norm() <= 1e-3 * times * expected.norm(), "written, then added"
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_forward_products_alone_are_fast_if_a_run_says_so(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def noting(*factors: Any, is_fast: bool = False, **kwargs: Any) -> torch.Tensor:
+        asked.append(is_fast)
+        return product(*factors, is_fast=is_fast, **kwargs)
+
+    monkeypatch.setattr(fp8, "product", noting)
+    run_steps(0, eight_bits("rowwise", fp8={"fast_accum": is_fast}), 1)
+    assert set(asked) == {False, is_fast}, "products of backward passes never are"
+
+
+@ON_GPU
+@pytest.mark.cuda
+def test_fast_sums_are_less_exact() -> None:
+    rows, columns = (torch.randn(256, 16384, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (
+        quantise(factor, "row", torch.float8_e4m3fn, pow2=True, rows=True, columns=False)[0]
+        for factor in (rows, columns)
+    )
+    assert a is not None
+    assert b is not None
+    expected = a.wide(torch.float64) @ b.wide(torch.float64).t()
+    exact, fast = (
+        (product(a, b, torch.float32, is_fast=is_fast).double() - expected).norm() for is_fast in (False, True)
+    )
+    assert exact < fast / 4
 
 
 @ON_GPU

@@ -25,7 +25,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
         "cool_down_lr",
         "groups",
     ],
-    "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
+    "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "cuda_graphs"],
     "data": ["valid_sets"],
     "parallel": ["tp_overlap_parts"],
     "fp8": [field.name for field in dataclasses.fields(Fp8Config)],

@@ -9,6 +9,7 @@ from threefold.needs import unmet
 from threefold.options import Fault
 from trainer.config import Config, OptimConfig
 from trainer.config.eight_bits import fp8_faults
+from trainer.config.graphs import graph_faults
 from trainer.config.profile import profile_faults
 from trainer.config.resolve import (
     cuts_tokens,
@@ -45,6 +46,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *state_faults(config),
         *op_faults(config),
         *fp8_faults(config),
+        *graph_faults(config),
         *tier_faults(config),
         *profile_faults(config.profile, config.train.train_steps),
     ]

@@ -27,6 +27,11 @@ class Fp8Config:
         "e4m3", "format of gradients; e5m2 reaches further and is coarser", needs={"recipe": ("tensorwise", "rowwise")}
     )
     pow2_scale: bool = option(True, "scales are powers of two, so that they round nothing", needs=ON)
+    fast_accum: bool = option(
+        False,
+        "products of forward passes sum less exactly on GPUs: faster, at the price of loss",
+        needs={"recipe": ("rowwise",)},
+    )
     skip: tuple[str, ...] = option((), "weights left as they are, by patterns of names such as layers.0.*", needs=ON)
     stats_interval: int = option(
         0,

@@ -71,6 +71,14 @@ class TrainConfig(StepConfig):
         "on GPUs, take kernels alone that repeat their bits, at some cost",
         shorthands={"--deterministic": "true"},
     )
+    cuda_graphs: bool = option(
+        False,
+        "on GPUs record the passes of a step in the third step of a start, and launch them by one call: for short "
+        "kernels, which the host enqueues slower than they run",
+        keeps_bits=True,
+        shorthands={"--cuda-graphs": "true"},
+        needs={"device": ("auto", "cuda")},
+    )
     recompute: Literal["none", "selective", "full"] = option(
         "none",
         "what the backward makes again, to keep less: full keeps a layer's input alone, selective what is not of "

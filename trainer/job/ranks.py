@@ -62,12 +62,15 @@ class Ranks:
         self.ended_by = ""  # what asked this rank to end, if that was not its last step
         self._watch: Watch | None = None
         self._berths: list[Berth] = []
+        self.before_end: list[Callable[[], object]] = []  # lets go of what keeps groups from ending
 
     def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         self._end_page(error)
+        for let_go in self.before_end:
+            let_go()
         if self.whereabouts is not None:
             self.whereabouts.close()
         # NCCL would wait for ranks that hang after an error of this one; gloo aborts if it is not left in order

@@ -195,7 +195,8 @@ class Fp8Gemm:
 
     def forward(self, x: Copies, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return x W^T + b, [T, N], in `out` if there is one."""
-        y_TN = product(x.rows, self._of_epoch(columns=False), self.weight.dtype, is_fast=True, out=out)
+        is_fast = self.recipe.fp8.fast_accum
+        y_TN = product(x.rows, self._of_epoch(columns=False), self.weight.dtype, is_fast=is_fast, out=out)
         if bias_N is not None:
             y_TN += bias_N
         return y_TN
@@ -243,7 +244,7 @@ def product(
 ) -> Tensor:
     """Return a b^T, [M, N], of factors [M, K] and [N, K] in a dtype, in `out` if there is one.
 
-    `is_fast` sums less exactly where that pays.
+    `is_fast` sums less exactly where that is faster: for factors with scales of rows, on GPUs.
     """
     assert a is not None, "this copy was asked for"
     assert b is not None, "this copy was asked for"

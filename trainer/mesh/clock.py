@@ -12,9 +12,14 @@ class Moment:
     """When a device reaches this point of its work: on a GPU by an event, for which the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
-        """Mark the point after all work enqueued so far on the current stream."""
-        self._seconds, self._event = time.perf_counter(), None
-        if device.type == "cuda":
+        """Mark the point after all work enqueued so far on the current stream; while a graph is recorded there is none.
+
+        `is_real` says whether there is one.
+        """
+        self._seconds, self._event, self.is_real = time.perf_counter(), None, True
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.is_real = False
+        elif device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
@@ -55,7 +60,8 @@ class Clock:
     def add(self, name: str, begin: Moment, times: int) -> None:
         """Count the time from a moment until now so many times."""
         self.last = Moment(self._device)
-        self._spans[name].append((begin, self.last, times))
+        if self.last.is_real:
+            self._spans[name].append((begin, self.last, times))
 
     @contextmanager
     def sampling(self, times: int) -> Iterator[None]:

@@ -14,6 +14,7 @@ from trainer.config.resolve import cuts_tokens, has_experts, layer_windows, layo
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
+from trainer.pipeline.graph import WARM_UP_STEPS
 from trainer.run.environment import queues_text
 
 
@@ -67,6 +68,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         *(("loss scale", text) for text in scale_text(train)),
         *(("fp8", text) for text in fp8_text(config)),
         *(("queues", text) for text in [queues_text(config, device)] if text),
+        *(("graphs", text) for text in graphs_text(config, device)),
     ]
     return facts + kept(tiers, config.checkpoint)
 
@@ -109,6 +111,16 @@ def fp8_text(config: Config) -> Iterator[str]:
     )
     yield f"{fp8.recipe}: {len(names)} weights in e4m3, gradients {gradients}"
     yield from (f"left as it is: {text}" for text in left_weights(config))
+
+
+def graphs_text(config: Config, device: torch.device) -> Iterator[str]:
+    """Yield what becomes of the passes, if they are to be recorded."""
+    if config.train.cuda_graphs:
+        yield (
+            f"the passes of a step are one CUDA graph, which step {WARM_UP_STEPS + 1} of this start records"
+            if device.type == "cuda"
+            else "none: a CPU has no CUDA graphs"
+        )
 
 
 def experts_text(config: Config) -> Iterator[str]:

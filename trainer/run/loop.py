@@ -89,6 +89,7 @@ class Run:
         self.mesh = mesh_of(config, ranks.rank, ranks.device, page=ranks.page)
         self.memory = MemoryWatch(config, ranks, self.mesh.coords.pp)
         self.engine = ranks.on_all(lambda: self.memory.making(lambda: Engine(config, self.mesh)))
+        ranks.before_end.append(self.engine.close)
         tiers = tiers_here(ranks, config)
         if ranks.rank == 0:
             print_facts(banner(config, ranks.device, blend, tiers))

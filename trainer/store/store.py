@@ -185,7 +185,7 @@ class ParameterStore:
             for bucket in self.buckets:
                 bucket.start_inner_gather()
         self.parameter_leases.forget()
-        self._count_update()
+        self.expire()
         if not self.options.overlaps_gather:
             self.join()
 
@@ -214,10 +214,10 @@ class ParameterStore:
             bucket.publish_masters()
             bucket.start_gather()
         self.parameter_leases.forget()
-        self._count_update()
+        self.expire()
         self.join()
 
-    def _count_update(self) -> None:
+    def expire(self) -> None:
         """Let what was made of the values before be out of date."""
         for weight in self.weights:
             weight.epoch += 1
@@ -239,4 +239,4 @@ class ParameterStore:
                         part = whole[segment.start : segment.stop]
                         tensor[segment.offset :][: len(part)].copy_(part)
             bucket.publish_masters()
-        self._count_update()
+        self.expire()

@@ -231,6 +231,7 @@ def _rows(config: Config, small: Config, unit: int) -> tuple[TrainConfig, DataCo
         train_steps=STEPS,
         precision="fp64",
         device="cpu",
+        cuda_graphs=False,
         loss_scale=None,
         eval_interval=0,
         max_logits_gib=_logits_limit(config),

@@ -41,6 +41,7 @@ KEEPS = {
     "optim": {"master"},
     "fp8": {"stats_interval"},
     "train": {
+        "cuda_graphs",
         "initial_loss_scale",
         "train_steps",
         "gradient_accumulation_steps",

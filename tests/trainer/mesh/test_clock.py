@@ -10,7 +10,7 @@ from trainer.mesh.clock import Clock
 class Marked:
     """A moment of a GPU that is the number of moments before it."""
 
-    count = 0
+    count, is_real = 0, True
 
     def __init__(self, _device: torch.device) -> None:
         self.number = Marked.count

@@ -1,0 +1,30 @@
+"""Whether the passes of a step may be one CUDA graph: what Python decides in them it decides once."""
+
+from collections.abc import Iterator
+
+from threefold.options import Fault
+from trainer.config import Config
+from trainer.config.resolve import row_lengths
+
+
+def graph_faults(config: Config) -> Iterator[Fault]:
+    """Yield what a run with `train.cuda_graphs` decides at each step, or waits for in a pass."""
+    if not config.train.cuda_graphs:
+        return
+    model, data = config.model, config.data
+    reasons = {
+        "model.dropout": ("drops by the number of a step, which a graph has for good", model.dropout > 0),
+        "model.num_experts": ("repeats steps whose rows do not fit", model.num_experts > 0),
+        "parallel.cp": ("exchanges keys in each attention, which no graph has", config.parallel.cp > 1),
+        "data.document_mask": ("has other bounds in each step", data.document_mask),
+        "data.mixture": ("has rows of several lengths, and a graph has one", len(set(row_lengths(config))) > 1),
+        "fp8.stats_interval": ("counts values in some steps alone", config.fp8.stats_interval > 0),
+        "profile.nvtx": ("marks passes and layers, of which a graph has no ranges", config.profile.nvtx),
+    }
+    for name, (reason, is_so) in reasons.items():
+        if is_so:
+            yield {name, "train.cuda_graphs"}, f"{name} {reason}: leave train.cuda_graphs out"
+    parallel = config.parallel
+    if parallel.zero_stage > 1 and parallel.dp * parallel.cp > 1:
+        text = f"parallel.zero_stage {parallel.zero_stage} gathers and sums in each pass, which no graph has: "
+        yield {"parallel.zero_stage", "train.cuda_graphs"}, f"{text}--zero-stage 1, or leave train.cuda_graphs out"
