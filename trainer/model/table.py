@@ -28,7 +28,8 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
     A tied head has a row with `tied_to` and no values of its own.
     """
     table = _rows(config.model, config.train.seq_length, is_partial=cuts_tokens(config))
-    return with_groups(table, config.optim.groups)
+    grouped, name = with_groups(table, config.optim.groups), config.optim.name
+    return {key: replace(row, optimizer=name) for key, row in grouped.items()} if name != "adamw" else grouped
 
 
 def with_groups(table: Mapping[str, Parameter], groups: Sequence[GroupConfig]) -> dict[str, Parameter]:

@@ -44,6 +44,7 @@ FREE = {  # what a run need not read, and why it may be set all the same
     "parallel.cp_method": "one file serves any layout: it waits for cp > 1",
     "parallel.schedule": "one file serves any layout: it waits for pp > 1",
     "optim.wsd_decay": "it is for a start that finds a cool-down, too",
+    "optim.allow_reset": "it is for a start that finds a step",
     "checkpoint.strict": "it is for a start that finds a step",
     "checkpoint.exchange": "it is for a start that finds a step",
 }
