@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.config import OptimConfig
 from trainer.ops import split
 from trainer.ops.momentum import AT_ONCE, MomentumPart, MomentumTable
-from trainer.verify.plain_model import Lion
+from trainer.verify.plain_optimizers import Lion
 
 SIZES, LR = (1, 3, 64, 1000, 4099), 3e-3
 OPTIMS = [

@@ -290,7 +290,8 @@ def rate_faults(optim: OptimConfig, decay: int) -> Iterator[Fault]:
 def state_faults(config: Config) -> Iterator[Fault]:
     """Yield faults in how the state is kept, and in when to save."""
     optim, save = config.optim, config.checkpoint
-    of_name = ("momentum",) if optim.name == "sgd" else ("beta1", "beta2")
+    of_name = ["momentum"] if optim.name == "sgd" else ["beta1", "beta2"]
+    of_name += ["muon_momentum"] * (optim.name == "muon")
     decays = {name: getattr(optim, name) for name in of_name}
     if optim.moments == "bf16" and max(decays.values()) > 0.99:
         shown = ", ".join(f"{name} {decay:g}" for name, decay in decays.items())

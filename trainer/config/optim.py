@@ -6,6 +6,7 @@ from typing import Literal
 from threefold.options import option
 
 Schedule = Literal["cosine", "wsd", "linear", "constant", "inverse-sqrt"]
+MuonScale = Literal["original", "match_rms"]
 Shape = Literal["linear", "sqrt", "cosine", "exponential"]
 
 
@@ -28,8 +29,10 @@ class GroupConfig:
 class OptimConfig:
     """`[optim]`: the optimizer, with a linear warm-up and a schedule."""
 
-    name: Literal["adamw", "lion", "sgd"] = option(
-        "adamw", "the optimizer: AdamW has two moments, Lion and SGD with momentum have one"
+    name: Literal["adamw", "muon", "lion", "sgd"] = option(
+        "adamw",
+        "the optimizer: AdamW has two moments, Lion and SGD with momentum one; Muon has one of the matrices of layers, "
+        "the rest is AdamW's",
     )
     allow_reset: bool = option(
         False,
@@ -65,20 +68,37 @@ class OptimConfig:
         "decay of the first moment; of lion: of the average whose sign is the step",
         minimum=0,
         below=1,
-        needs={"optim.name": ("adamw", "lion")},
+        needs={"optim.name": ("adamw", "muon", "lion")},
     )
     beta2: float = option(
         0.95,
         "decay of the second moment; of lion: of its only one",
         minimum=0,
         below=1,
-        needs={"optim.name": ("adamw", "lion")},
+        needs={"optim.name": ("adamw", "muon", "lion")},
     )
-    eps: float = option(1e-8, "added to the root of the second moment", above=0, needs={"optim.name": "adamw"})
+    eps: float = option(
+        1e-8, "added to the root of the second moment", above=0, needs={"optim.name": ("adamw", "muon")}
+    )
     momentum: float = option(
         0.9, "sgd: what remains of the sum of gradients each step", above=0, below=1, needs={"optim.name": "sgd"}
     )
     nesterov: bool = option(False, "sgd: step from where the momentum leads", needs={"optim.name": "sgd"})
+    muon_lr: float = option(
+        0.0, "muon: peak rate of matrices, on the same schedule; 0 is lr", minimum=0, needs={"optim.name": "muon"}
+    )
+    muon_momentum: float = option(
+        0.95, "muon: decay of the average of gradients", minimum=0, below=1, needs={"optim.name": "muon"}
+    )
+    muon_steps: int = option(
+        5, "muon: Newton-Schulz steps of a matrix", minimum=1, maximum=99, needs={"optim.name": "muon"}
+    )
+    muon_scale: MuonScale = option(
+        "original",
+        "muon: what a matrix's rate is multiplied by: original is the root of rows by columns, at least 1; match_rms "
+        "makes a step as large as AdamW's",
+        needs={"optim.name": "muon"},
+    )
     moments: Literal["wide", "bf16"] = option(
         "wide",
         "dtype of the moments: wide is that of the masters, bf16 takes half the memory and rounds once a step",

@@ -99,16 +99,13 @@ class MomentumTable:
             gradients = torch._foreach_mul([part.gradient for part in group], factor.to(wide))
             for gradient in gradients:
                 gradient.masked_fill_(is_bad > 0, 0.0)
-            masters = [_whole_master(part) for part in group]
+            masters = [split.whole_master(part.master, part.published) for part in group]
             lists = _Lists(gradients, [part.moment.to(wide) for part in group], masters, group[0].decays)
             yield lists
             for part, moment, master in zip(group, lists.moments, lists.masters, strict=True):
                 if moment is not part.moment:
                     part.moment.copy_(moment)
-                if part.published is not None and master is part.master:
-                    part.published.copy_(master)
-                elif part.published is not None:
-                    split.split_into(part.published, part.master, master)
+                split.publish(master, part.master, part.published)
 
 
 def _groups(parts: Sequence[MomentumPart], at_once: int, *, decays: bool) -> list[list[MomentumPart]]:
@@ -123,14 +120,6 @@ def _groups(parts: Sequence[MomentumPart], at_once: int, *, decays: bool) -> lis
         groups[-1].append(part)
         filled += part.gradient.numel()
     return groups
-
-
-def _whole_master(part: MomentumPart) -> Tensor:
-    """Return the master, put together if it is split."""
-    if part.master.dtype != split.LOW:
-        return part.master
-    assert part.published is not None, "the high bits"
-    return split.joined(part.published, part.master)
 
 
 def _counts(is_bad: Tensor, lists: _Lists) -> Tensor:

@@ -24,13 +24,14 @@ class Optimizer:
     """How rows are updated. `part` takes a part's tensors by name, its states among them; `update` a `parts` of such.
 
     `parts` have `write_squared_norms(out)` too. All states have the dtype of the moments. With `counts` an update
-    depends on how many were before it; else it is passed their number all the same.
+    depends on how many were before it; else it is passed their number all the same. Without an `update` the store
+    updates matrices as a whole.
     """
 
     states: tuple[str, ...]
     part: Callable[..., Any]
     parts: Callable[[Sequence[Any]], Any]
-    update: Callable[..., None]
+    update: Callable[..., None] | None
     counts: bool = False
 
 
@@ -42,7 +43,7 @@ def _sgd(table: MomentumTable, optim: OptimConfig, lr: float, updates: int, *, f
     table.sgd(optim, lr, **decisions)
 
 
-def _lion_part(*, exp_avg: Tensor, **others: Any) -> MomentumPart:
+def _average_part(*, exp_avg: Tensor, **others: Any) -> MomentumPart:
     return MomentumPart(moment=exp_avg, **others)
 
 
@@ -52,7 +53,8 @@ def _lion(table: MomentumTable, optim: OptimConfig, lr: float, updates: int, *, 
 
 OPTIMIZERS = {
     "adamw": Optimizer(("exp_avg", "exp_avg_sq"), Interval, IntervalTable, IntervalTable.adamw, counts=True),
-    "lion": Optimizer(("exp_avg",), _lion_part, MomentumTable, _lion),
+    "lion": Optimizer(("exp_avg",), _average_part, MomentumTable, _lion),
+    "muon": Optimizer(("exp_avg",), _average_part, MomentumTable, None),
     "sgd": Optimizer(("momentum",), _sgd_part, MomentumTable, _sgd),
 }
 
@@ -87,9 +89,11 @@ class Updates:
             count, most = late
             left_out = [is_bad.where(count == number, torch.ones_like(is_bad)) for number in range(most + 1)]
         for name, rate, decay, table in self._tables:
+            make = OPTIMIZERS[name].update
+            assert make is not None, f"{name} takes whole matrices"
             factored = optim if decay == 1.0 else replace(optim, weight_decay=optim.weight_decay * decay)
             for number, flag in enumerate(left_out if OPTIMIZERS[name].counts else [is_bad]):
-                OPTIMIZERS[name].update(table, factored, lr * rate, updates - number, is_bad=flag, **others)
+                make(table, factored, lr * rate, updates - number, is_bad=flag, **others)
 
     def write_squared_norms(self, out: Tensor) -> None:
         """Write the squared norm of each part's gradient into its row of `out`, float64; leave the other rows."""

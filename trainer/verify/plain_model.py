@@ -6,19 +6,17 @@ Shapes: B samples, S positions, D hidden, N heads, H head size.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.config import Config, ModelConfig, OptimConfig
-from trainer.config.optim import GroupConfig
+from trainer.config import Config, ModelConfig
 from trainer.config.resolve import settled
 from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
 from trainer.ops.rope import rotary_frequencies
 from trainer.store.lr import learning_rate
+from trainer.verify.plain_optimizers import plain_optimizers
 
 State = dict[str, Tensor]
 Drop = Callable[..., Tensor]
@@ -63,15 +61,9 @@ def train(
     spread = spread or Spread(model)
     for value in state.values():
         value.requires_grad_()
-    groups = []
-    for name, value in state.items():
-        group = next((group for group in optim.groups if fnmatch(name, group.pattern)), GroupConfig(""))
-        decay = float(value.dim() > 1) if group.decay_factor is None else group.decay_factor
-        rates = {"lr": optim.lr * group.lr_factor, "weight_decay": optim.weight_decay * decay}
-        groups.append({"params": [value], "factor": group.lr_factor, **rates})
-    optimizer = _optimizer(optim, groups)
+    optimizers = plain_optimizers(optim, state)
     for step, batch in enumerate(batches):
-        for param_group in optimizer.param_groups:
+        for param_group in [group for optimizer in optimizers for group in optimizer.param_groups]:
             param_group["lr"] = learning_rate(optim, step) * param_group["factor"]
         mask = batch.loss_mask.flatten(0, 1)
 
@@ -80,42 +72,17 @@ def train(
             return dropout_reference(x, model.dropout, seed=config.train.seed, **place) if model.dropout else x
 
         loss = (_losses(model, state, batch, drop, spread, config.train.z_loss) * mask).sum() / mask.sum()
-        optimizer.zero_grad()
+        for value in state.values():
+            value.grad = None
         (loss + spread.loss(mask, batch.tokens.shape[1]) / mask.sum()).backward()
         spread.end_step()
         gradients = [value.grad for value in state.values() if value.grad is not None]
         norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
         for gradient in gradients if optim.clip else ():
             gradient *= min(1.0, optim.clip / norm)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         yield loss.item(), norm
-
-
-def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return torch's own optimizer of a name; Lion, which torch does not have, is written here."""
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov)
-    betas = optim.beta1, optim.beta2
-    return Lion(groups, betas) if optim.name == "lion" else torch.optim.AdamW(groups, betas=betas, eps=optim.eps)
-
-
-class Lion(torch.optim.Optimizer):
-    """Lion in plain torch; owned by one thread."""
-
-    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step by the sign of a mean of gradient and momentum."""
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for value in group["params"]:
-                if value.grad is not None:
-                    momentum = self.state[value].setdefault("momentum", torch.zeros_like(value))
-                    value *= 1 - group["lr"] * group["weight_decay"]
-                    value -= group["lr"] * torch.sign(first * momentum + (1 - first) * value.grad)
-                    momentum.copy_(second * momentum + (1 - second) * value.grad)
 
 
 @torch.no_grad()

@@ -307,7 +307,7 @@ def _optim(optim: OptimConfig, small: Config) -> OptimConfig:
         cool_down_steps=plain.cool_down_steps,
         cool_down_from=0,
         cool_down_lr=0.0,
-        eps=max(optim.eps, EPS) if optim.name == "adamw" else optim.eps,
+        eps=max(optim.eps, EPS) if optim.name in ("adamw", "muon") else optim.eps,
         moments="wide",
         master="wide",
     )

@@ -51,7 +51,7 @@ def test_another_optimizer_is_refused_and_said(
     assert updates_of(run, 6) == 2
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
+@pytest.mark.parametrize("name", ["muon", "lion", "sgd"])
 def test_a_resume_has_the_bits_of_the_run_that_went_on(name: str, job_config: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(job_config, whole, 4, "--optim.name", name) == 0
