@@ -11,6 +11,7 @@ import torch
 from ckptkit import Alone, Exchange, HfFolder, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
 from threefold.errors import UserError, listed, quoted
 from trainer.checkpoint.mapping import FILES, MASTER, READ_DTYPES, restored_pieces, tensor_table
+from trainer.checkpoint.resets import refuse_reset, reset_of, voids_of
 from trainer.config import Config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
@@ -42,21 +43,27 @@ def restore_step(engine: Engine, run: Run | HfFolder, step: int, exchange: Excha
 
     An engine that only infers takes parameters of another dtype, converted; one that trains takes them so from a step
     without optimizer state, and refuses them from others. CheckFailed if the step is damaged, UserError with a report
-    of each tensor if it is of another model.
+    of each tensor if it is of another model, or if it is of another optimizer and `optim.allow_reset` is not set.
     """
     engine.store.join_masters()  # where no piece is, as in vocabulary padding, they stay as they are
     with run.open(step, exchange) as reader:
         root = reader.root
         on_all(exchange or Alone(), lambda: refuse_another_model(engine, root, reader.url))
         is_whole = engine.with_optimizer and has_optimizer(root)
+        reset = reset_of(engine.table, root.tensors) if is_whole else None
+        allowed = engine.config.optim.allow_reset
+        on_all(exchange or Alone(), lambda: refuse_reset(reset, root, reader.url, allowed=allowed))
         pieces = restored_pieces(engine.store, root.tensors, with_moments=is_whole)
         pieces += [piece for piece in engine.balance.pieces() if piece.name in root.tensors]  # else zeros, as at first
         tensors = expected_tensors(engine, root, with_moments=is_whole)
         if is_whole:
+            if reset is not None:
+                engine.store.clear_moments()
+                pieces = [piece for piece in pieces if piece.name not in set(reset.zeroed)]
+                tensors = [info for info in tensors if info.name not in set(reset.zeroed)]
+                tensors += [root.tensors[name] for name in reset.unread]
             restore_from(reader, pieces, tensors=tensors)
-            updates = root.metadata.get("updates")  # older steps have as many as steps
-            voids = root.step - updates if isinstance(updates, int) else 0
-            engine.verdict.begin(voids, recorded_in(root.metadata))
+            engine.verdict.begin(voids_of(root, reset), recorded_in(root.metadata))
         else:
             tensors = [dataclasses.replace(info, dtype=stored_dtype(root, info)) for info in tensors]
             stored = in_dtypes(pieces, tensors)

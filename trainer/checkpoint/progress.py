@@ -24,6 +24,14 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
         "cool_down_from",
         "cool_down_lr",
         "groups",
+        "name",
+        "allow_reset",
+        "momentum",
+        "nesterov",
+        "muon_lr",
+        "muon_momentum",
+        "muon_steps",
+        "muon_scale",
     ],
     "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "cuda_graphs"],
     "data": ["valid_sets"],
@@ -48,8 +56,9 @@ class Progress:
     """How far a run is after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start).
 
     `validation` is the last one since the save before, so that a step is judged by a loss of its own. `stream` is
-    the stream's record, as JSON: the cursor has its digest. `voids` are the steps that changed no parameter, `scale` is
-    the state of the loss scale, if there is one. `run` is what sinks know the run by, empty if none ever had to.
+    the stream's record, as JSON: the cursor has its digest. `voids` are the steps that AdamW does not count: void
+    ones, or all before its states began at zero. `scale` is the state of the loss scale, if there is one. `run` is what
+    sinks know the run by, empty if none ever had to.
     """
 
     step: int = 0

@@ -17,6 +17,7 @@ from trainer.checkpoint.changes import changes_of_model, changes_of_run, recorde
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation
+from trainer.checkpoint.resets import Reset, reset_lines, reset_of, voids_of
 from trainer.checkpoint.rewind import rewind, rewind_target
 from trainer.config import Config
 from trainer.config.data import LOSS
@@ -48,7 +49,8 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
         url, root = restore_any(ranks, engine, found, exchange, own, strict=config.checkpoint.strict)
     own.quarantine_after(root.step if url == own.url else root.step - 1)
     is_own = tiers is not None and url == tiers.first.url
-    read = ranks.on_all(lambda: read_metadata(root, url, config, is_own=is_own))
+    reset = reset_of(engine.table, root.tensors)
+    read = ranks.on_all(lambda: read_metadata(root, url, config, reset, is_own=is_own))
     if tiers is None or url not in tiers.urls:  # another run
         read = replace(read, progress=replace(read.progress, run=""))
     if tiers is not None and target is not None:
@@ -58,7 +60,7 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
         read = replace(read, ops=with_old_parts(read.ops, before))
         config = with_cool_down(settled(config, before), before, root.step)
         ranks.say(f"resumed from step {root.step} of {url}")
-        changes = changes_of_run(root, before, config, ranks.device, read.ops)
+        changes = [*reset_lines(reset), *changes_of_run(root, before, config, ranks.device, read.ops)]
     else:
         require_step(config, f"{url} holds no optimizer state")
         config = settled(config)
@@ -184,7 +186,7 @@ def restore_any(
     return taken.url, root
 
 
-def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resumed:
+def read_metadata(root: Root, url: str, config: Config, reset: Reset | None, *, is_own: bool) -> Resumed:
     """Return what a root records of the run; UserError if it was not saved by this trainer.
 
     A step without optimizer state, an imported model, is where a run begins.
@@ -197,7 +199,7 @@ def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resu
         losses = {name: float(value) for name, value in measured.items() if value is not None}
         validation = Validation(int(metadata["val_step"]), losses) if losses else None
         cursor, stream = dict(metadata["cursor"]), metadata.get("stream")
-        voids = root.step - int(metadata.get("updates", root.step))
+        voids = voids_of(root, reset)
         scale = recorded_in(metadata)
         run = str(metadata.get("run", ""))
         progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream, voids, scale, run)

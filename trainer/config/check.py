@@ -292,9 +292,13 @@ def rate_faults(optim: OptimConfig, decay: int) -> Iterator[Fault]:
 def state_faults(config: Config) -> Iterator[Fault]:
     """Yield faults in how the state is kept, and in when to save."""
     optim, save = config.optim, config.checkpoint
-    if optim.moments == "bf16" and max(optim.beta1, optim.beta2) > 0.99:
-        text = f"optim.moments bf16 is too coarse for beta1 {optim.beta1:g}, beta2 {optim.beta2:g}: each 0.99 at most"
-        yield {"optim.moments", "optim.beta1", "optim.beta2"}, text
+    of_name = ["momentum"] if optim.name == "sgd" else ["beta1", "beta2"]
+    of_name += ["muon_momentum"] * (optim.name == "muon")
+    decays = {name: getattr(optim, name) for name in of_name}
+    if optim.moments == "bf16" and max(decays.values()) > 0.99:
+        shown = ", ".join(f"{name} {decay:g}" for name, decay in decays.items())
+        text = f"optim.moments bf16 is too coarse for {shown}: each 0.99 at most"
+        yield {"optim.moments", *(f"optim.{name}" for name in decays)}, text
     if optim.master == "split" and save.overlap == "on":
         text = "checkpoint.overlap on needs optim.master wide: split masters are put together in the gradients' memory"
         yield {"optim.master", "checkpoint.overlap"}, text

@@ -6,6 +6,7 @@ from typing import Literal
 from threefold.options import option
 
 Schedule = Literal["cosine", "wsd", "linear", "constant", "inverse-sqrt"]
+MuonScale = Literal["original", "match_rms"]
 Shape = Literal["linear", "sqrt", "cosine", "exponential"]
 
 
@@ -26,8 +27,18 @@ class GroupConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    """`[optim]`: AdamW with a linear warm-up and a schedule."""
+    """`[optim]`: the optimizer, with a linear warm-up and a schedule."""
 
+    name: Literal["adamw", "muon", "lion", "sgd"] = option(
+        "adamw",
+        "the optimizer: AdamW has two moments, Lion and SGD with momentum one; Muon has one of the matrices of layers, "
+        "the rest is AdamW's",
+    )
+    allow_reset: bool = option(
+        False,
+        "go on from a step of another optimizer: states that it does not have begin at zero",
+        keeps_bits=True,
+    )
     lr: float = option(3e-4, "peak learning rate", minimum=0, flags=["--lr"])
     schedule: Schedule = option(
         "cosine",
@@ -52,12 +63,45 @@ class OptimConfig:
     )
     cool_down_from: int = option(0, "the step of that, and a run's record of it; 0 is the one gone on from", minimum=0)
     cool_down_lr: float = option(0.0, "the rate there, and a run's record of it; 0 is the schedule's", minimum=0)
-    beta1: float = option(0.9, "decay of the first moment", minimum=0, below=1)
-    beta2: float = option(0.95, "decay of the second moment", minimum=0, below=1)
-    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    beta1: float = option(
+        0.9,
+        "decay of the first moment; of lion: of the average whose sign is the step",
+        minimum=0,
+        below=1,
+        needs={"optim.name": ("adamw", "muon", "lion")},
+    )
+    beta2: float = option(
+        0.95,
+        "decay of the second moment; of lion: of its only one",
+        minimum=0,
+        below=1,
+        needs={"optim.name": ("adamw", "muon", "lion")},
+    )
+    eps: float = option(
+        1e-8, "added to the root of the second moment", above=0, needs={"optim.name": ("adamw", "muon")}
+    )
+    momentum: float = option(
+        0.9, "sgd: what remains of the sum of gradients each step", above=0, below=1, needs={"optim.name": "sgd"}
+    )
+    nesterov: bool = option(False, "sgd: step from where the momentum leads", needs={"optim.name": "sgd"})
+    muon_lr: float = option(
+        0.0, "muon: peak rate of matrices, on the same schedule; 0 is lr", minimum=0, needs={"optim.name": "muon"}
+    )
+    muon_momentum: float = option(
+        0.95, "muon: decay of the average of gradients", minimum=0, below=1, needs={"optim.name": "muon"}
+    )
+    muon_steps: int = option(
+        5, "muon: Newton-Schulz steps of a matrix", minimum=1, maximum=99, needs={"optim.name": "muon"}
+    )
+    muon_scale: MuonScale = option(
+        "original",
+        "muon: what a matrix's rate is multiplied by: original is the root of rows by columns, at least 1; match_rms "
+        "makes a step as large as AdamW's",
+        needs={"optim.name": "muon"},
+    )
     moments: Literal["wide", "bf16"] = option(
         "wide",
-        "dtype of both moments: wide is that of the masters, bf16 takes half the memory and rounds once a step",
+        "dtype of the moments: wide is that of the masters, bf16 takes half the memory and rounds once a step",
         needs={"train.precision": ("bf16", "fp32", "fp16")},
     )
     master: Literal["wide", "split"] = option(
@@ -66,6 +110,10 @@ class OptimConfig:
         keeps_bits=True,
         needs={"train.precision": "bf16"},
     )
-    weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", minimum=0)
+    weight_decay: float = option(
+        0.1,
+        "weight decay of matrices, decoupled but for sgd, where it is added to gradients; norms and biases have none",
+        minimum=0,
+    )
     groups: tuple[GroupConfig, ...] = option((), "factors of rate and weight decay by name: [[optim.groups]]")
     clip: float = option(1.0, "largest global gradient norm; 0 means no clipping", minimum=0)

@@ -160,4 +160,6 @@ class OpsConfig:
     experts: Literal["csrc", "torch"] = option(
         "csrc", "rows of experts: their order, weighted SwiGLU, sums of tokens", needs={"model.num_experts": GIVEN}
     )
-    adamw: Literal["csrc", "torch", "apex"] = option("csrc", "the update; torch is its fused AdamW, apex FusedAdam's")
+    adamw: Literal["csrc", "torch", "apex"] = option(
+        "csrc", "the update; torch is its fused AdamW, apex FusedAdam's", needs={"optim.name": ("adamw", "muon")}
+    )

@@ -75,6 +75,10 @@ class ProcessMesh:
         """Return the group of the ranks that differ from this one along some axes only."""
         return self._along[axes]
 
+    def place(self, axes: Axes, rank: int) -> int:
+        """Return the place of a rank in its group along some axes."""
+        return next(ranks.index(rank) for ranks in self._needed[".".join(axes)] if rank in ranks)
+
     def nest(self, axes: Axes) -> tuple[Group, Group]:
         """Return the group that cuts what the holders along some axes have, and that of its replicas."""
         inner, outer = nested(axes)

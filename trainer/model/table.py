@@ -28,7 +28,16 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
     A tied head has a row with `tied_to` and no values of its own.
     """
     table = _rows(config.model, config.train.seq_length, is_partial=cuts_tokens(config))
-    return with_groups(table, config.optim.groups)
+    grouped, name = with_groups(table, config.optim.groups), config.optim.name
+    if name == "adamw":
+        return grouped
+    return {key: replace(row, optimizer=_optimizer(name, key, row)) for key, row in grouped.items()}
+
+
+def _optimizer(chosen: str, name: str, row: Parameter) -> str:
+    """Return the optimizer of a row: Muon is for the matrices of layers but their routers, AdamW for the rest."""
+    is_matrix = name.startswith("layers.") and len(row.shape) > 1 and not name.endswith(".router.weight")
+    return chosen if chosen != "muon" or is_matrix else "adamw"
 
 
 def with_groups(table: Mapping[str, Parameter], groups: Sequence[GroupConfig]) -> dict[str, Parameter]:

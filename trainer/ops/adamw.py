@@ -3,7 +3,7 @@
 A step reads gradient, moments and master once, and writes moments, master and the 16-bit weight. Arithmetic has the
 dtype of the master; moments may be kept in bf16, rounded once a step. A split master is the bf16 weight and the 16 bits
 below it. The bits of an element depend on its own numbers and the step alone: not on threads, on the device or on how
-parameters are cut. Squares are summed in float64, in an order that the part's length fixes on a device type.
+parameters are cut.
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
@@ -20,8 +20,7 @@ from threefold.errors import UserError
 from threefold.native import DOUBLE, INT64
 from trainer.config import OptimConfig
 from trainer.ops import forms, native, split
-
-CHUNK = 1 << 14  # elements that one block of threads updates
+from trainer.ops.squares import CHUNK, Squares, chunk_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +50,17 @@ class IntervalTable:
     def __init__(self, intervals: Sequence[Interval]) -> None:
         """Note the intervals; UserError if one has tensors of several sizes, dtypes or devices."""
         self._intervals = [each for each in intervals if each.gradient.numel() > 0]
+        self._squares = Squares([each.gradient for each in self._intervals], [each.row for each in self._intervals])
         if not self._intervals:
             return
         self._published = next((each.published.dtype for each in intervals if each.published is not None), None)
         for each in intervals:
             _check(each, self._intervals[0], self._published)
-        counts = torch.tensor([each.gradient.numel() for each in self._intervals])
-        num_chunks = (counts + CHUNK - 1) // CHUNK
-        ends = num_chunks.cumsum(0)
-        owner = torch.repeat_interleave(num_chunks)
-        begin = (torch.arange(len(owner)) - (ends - num_chunks)[owner]) * CHUNK
-        chunks = torch.stack([owner, begin, torch.minimum(begin + CHUNK, counts[owner])], 1)
+        chunks, bounds = chunk_table([each.gradient.numel() for each in self._intervals])
         rows = torch.tensor([_row(each) for each in self._intervals])
         device = self._intervals[0].master.device
         self._chunks = chunks.to(device)
-        self._rows = torch.cat([rows, (ends - num_chunks).unsqueeze(1), ends.unsqueeze(1)], 1).to(device)
+        self._rows = torch.cat([rows, bounds], 1).to(device)
 
     def adamw(
         self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor, form: str = "csrc"
@@ -94,17 +89,7 @@ class IntervalTable:
 
     def write_squared_norms(self, out: Tensor) -> None:
         """Write the squared norm of each interval's gradient into its row of `out`, float64; leave the other rows."""
-        if not self._intervals:
-            return
-        assert out.dtype == torch.float64, out.dtype
-        if native.lacks_kernels(out.device):
-            rows = torch.tensor([each.row for each in self._intervals], device=out.device)
-            out[rows] = torch.stack([each.gradient.double().square().sum() for each in self._intervals])
-            return
-        partials = out.new_empty(len(self._chunks))
-        intervals, chunks = (self._rows.data_ptr(), len(self._rows)), (self._chunks.data_ptr(), len(self._chunks))
-        gradient = self._intervals[0].gradient
-        native.call("squared_norms", gradient, *intervals, *chunks, partials.data_ptr(), out.data_ptr())
+        self._squares.write(out)
 
 
 def with_whole_master(interval: Interval) -> Interval:

@@ -23,3 +23,20 @@ def split_into(weights: Tensor, low: Tensor, numbers: Tensor) -> None:
     bits = bits + is_halfway * (2 * goes_up - 1)
     weights.copy_(bits.view(torch.float32))
     low.copy_(bits)  # the bits above are cut off
+
+
+def whole_master(master: Tensor, published: Tensor | None) -> Tensor:
+    """Return a master itself, or if it is split a new tensor of what the published weight and its low bits are."""
+    if master.dtype != LOW:
+        return master
+    assert published is not None, "the high bits"
+    return joined(published, master)
+
+
+def publish(whole: Tensor, master: Tensor, published: Tensor | None) -> None:
+    """Write a `whole_master` that was updated to the weight, and to its low bits if it is split."""
+    if whole is not master:
+        assert published is not None, "the high bits"
+        split_into(published, master, whole)
+    elif published is not None:
+        published.copy_(whole)

@@ -16,11 +16,14 @@ from trainer.engine import DTYPES
 from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed, nested
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.momentum import AT_ONCE
+from trainer.ops.muon import direction_dtype
 from trainer.run.activations import activation_bytes
 from trainer.run.temporaries import temporary_bytes
 from trainer.store.leases import LEASES, num_leased
+from trainer.store.muon import ROUND
 from trainer.store.optimizers import OPTIMIZERS
-from trainer.store.plan import ParameterRun, plan_buckets
+from trainer.store.plan import BucketPlan, ParameterRun, plan_buckets
 
 MIB = 1 << 20
 CONTEXT_BYTES = 640 * MIB  # CUDA's context with the kernels that a run loads, and cuBLAS's workspaces
@@ -80,7 +83,8 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     )
     parameters = gradients = travelling = 0
     leased: dict[str, int] = {}  # elements of the buckets that are cut, by unit
-    for bucket in plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize):
+    buckets = plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize)
+    for bucket in buckets:
         axes = bucket.runs[0].holders
         num_holders, num_inner = sizes[axes], sizes[nested(axes)[0]]
         size = bucket.size(num_holders)
@@ -105,17 +109,38 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     if parallel.moe_dispatch == "alltoall":
         exchanging = exchanging | {(Axis.EP,)}
     most_peers = max(sizes[axes] for axes in exchanging) - 1
+    activations = activation_bytes(config, pp)
+    of_update = update_bytes(config, buckets, sizes)  # while no pass has activations
     return RankMemory(
         parameters=parameters * dtype.itemsize,
         gradients=gradients * wide.itemsize,
         optimizer=optimizer,
         leases=of_parameters * dtype.itemsize + of_gradients * wide.itemsize,
-        activations=activation_bytes(config, pp),
-        temporaries=temporary_bytes(config, pp),
+        activations=activations,
+        temporaries=max(temporary_bytes(config, pp), of_update - activations),
         copies=copy_bytes(config, runs),
         groups=group_bytes(groups, layout.rank(Coords(pp=pp)), used, most_peers) if is_gpu else 0,
         context=CONTEXT_BYTES if is_gpu else 0,
     )
+
+
+def update_bytes(config: Config, buckets: Sequence[BucketPlan], sizes: Mapping[Axes, int]) -> int:
+    """Return what an update takes besides the state: nothing for AdamW, whose kernel keeps no temporaries."""
+    optim, wide = config.optim, wide_dtype(DTYPES[config.train.precision])
+    numbers: dict[str, list[int]] = {}
+    for bucket in buckets:
+        size = bucket.size(sizes[bucket.runs[0].holders])
+        owned = -(-size // sizes[bucket.runs[0].holders]) if config.parallel.zero_stage else size
+        numbers.setdefault(bucket.runs[0].optimizer, []).append(owned)
+    if "muon" in numbers:  # what travels is there twice, and so is what is orthogonal; one gradient is scaled
+        largest = max(run.numel for bucket in buckets for run in bucket.runs)
+        travelling = min(sum(numbers["muon"]), ROUND)
+        return 4 * direction_dtype(wide).itemsize * travelling + 3 * wide.itemsize * min(largest, travelling)
+    if optim.name == "adamw":
+        return 0
+    num_lists = 3 if optim.name == "lion" or optim.nesterov else 2  # gradients, a product, and steps
+    most = (max if config.parallel.overlap_param_gather else sum)(numbers[optim.name])
+    return num_lists * wide.itemsize * min(most, AT_ONCE + max(numbers[optim.name]))
 
 
 def copy_bytes(config: Config, runs: Sequence[ParameterRun]) -> int:

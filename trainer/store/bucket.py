@@ -17,6 +17,7 @@ from trainer.config import Config
 from trainer.config.resolve import keeps_gathered
 from trainer.linear.weight import Access, Weight, add_or_write
 from trainer.mesh.group import Group, Work
+from trainer.mesh.layout import nested
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops import split
 from trainer.ops.dtypes import wide_dtype
@@ -68,6 +69,16 @@ class StoreOptions:
     def sharded(self) -> bool:
         """Return whether each holder updates its own interval alone."""
         return self.zero_stage > 0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTensors:
+    """What a rank has of some elements of a parameter; `published` is None if the master is the weight itself."""
+
+    gradient: Tensor
+    master: Tensor
+    published: Tensor | None
+    states: dict[str, Tensor]
 
 
 class Bucket:
@@ -207,6 +218,18 @@ class Bucket:
 
     def part(self, segment: Segment, first: int, *, decays: bool, row: int) -> Any:
         """Return a segment of the interval from position `first` on, as the optimizer takes it, with its states."""
+        live = self.tensors(segment, first)
+        return self.optimizer.part(
+            gradient=live.gradient,
+            master=live.master,
+            published=live.published,
+            decays=decays,
+            row=row,
+            **live.states,
+        )
+
+    def tensors(self, segment: Segment, first: int) -> SegmentTensors:
+        """Return the tensors of a segment of the interval from position `first` on."""
         start = first + segment.offset
         live = slice(start, start + segment.stop - segment.start)
         state = slice(live.start - self.updated[0], live.stop - self.updated[0])
@@ -215,10 +238,17 @@ class Bucket:
         is_apart = self.master.dtype != self.parameters.dtype
         published = _part(self.parameters, self._resident, interval) if is_apart else None
         master = (self.master if self.low is None else self.low)[state]
-        gradient = _part(self.gradients, self._summed, interval)
-        return self.optimizer.part(
-            gradient=gradient, master=master, published=published, decays=decays, row=row, **states
-        )
+        return SegmentTensors(_part(self.gradients, self._summed, interval), master, published, states)
+
+    def owned_by(self, mesh: ProcessMesh, rank: int) -> tuple[int, int]:
+        """Return the positions that a holder of the bucket, or of its part on another tp rank, owns."""
+        axes = self.plan.runs[0].holders
+        inner, outer = nested(axes)
+        if self.inner is self.group:
+            place = mesh.place(axes, rank)
+        else:
+            place = mesh.place(inner, rank) * self.outer.size + mesh.place(outer, rank)
+        return self.plan.interval(self.group.size, place)
 
     @property
     def owned_parameters(self) -> Tensor:

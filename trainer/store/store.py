@@ -20,6 +20,7 @@ from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.bucket import Bucket, StoreOptions
 from trainer.store.leases import LEASES, Leases
+from trainer.store.muon import matrix_updates
 from trainer.store.optimizers import Updates
 from trainer.store.parameter import Parameter, initial_values
 from trainer.store.plan import ParameterRun, plan_buckets
@@ -49,6 +50,8 @@ class ParameterStore:
         self._owned = self._intervals(self.buckets, of_owned=True)
         parts = [[bucket] for bucket in self.buckets] if options.overlaps_gather else [self.buckets]
         self._updated = [(part, self._intervals(part)) for part in parts]
+        takes_whole = [bucket for bucket in self.buckets if options.with_optimizer and bucket.optimizer.update is None]
+        self._matrices = matrix_updates(takes_whole, table, mesh)
         is_beside = options.overlaps_gather and options.with_optimizer and mesh.device.type == "cuda"
         self._beside = torch.cuda.Stream(mesh.device) if is_beside else None
 
@@ -76,6 +79,8 @@ class ParameterStore:
         """Return what this rank owns of buckets, or updates of them."""
         numbers, found = {name: number for number, name in enumerate(self.table)}, []
         for bucket in buckets if self.options.with_optimizer else ():
+            if not of_owned and bucket.optimizer.update is None:
+                continue
             first = bucket.owned[0] if of_owned else bucket.updated[0]
             for segment in bucket.owned_segments if of_owned else bucket.updated_segments:
                 row = self.table[segment.name]
@@ -178,6 +183,8 @@ class ParameterStore:
             for number in (factor, is_bad) if late is None else (factor, is_bad, late[0]):
                 number.record_stream(self._beside)
         with torch.cuda.stream(self._beside), self.mesh.clock.span("update"):  # of no stream, the first does nothing
+            for matrices in self._matrices:
+                matrices.update(optim, lr, factor=factor, is_bad=is_bad)
             for buckets, intervals in self._updated:
                 intervals.update(optim, lr, updates, factor=factor, is_bad=is_bad, late=late, form=form)
                 for bucket in buckets:

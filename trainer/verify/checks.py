@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ckptkit import CheckpointReader, ParallelLayout, Root, Run, hash_checkpoint, reshard
+from threefold.errors import UserError
 from threefold.storage import open_storage
 from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of
@@ -29,6 +30,7 @@ from trainer.verify.compare import (
     compare_losses,
     compare_states,
     compare_tensors,
+    determined,
 )
 from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
@@ -99,7 +101,7 @@ def plain(bench: Bench) -> Figure:
         if not gap <= LOSSES_WITHIN:
             raise Different(f"the {name} is {own!r}, and {other!r} in plain torch")
         largest = max(largest, gap)
-    whole = reference.whole()
+    whole, state = reference.whole(), determined(bench.alone, state)
     compare_tensors({name: whole[name] for name in state}, {name: value.detach() for name, value in state.items()})
     return Figure(f"{largest:.1e}", f"{LOSSES_WITHIN:.0e} relative")
 
@@ -170,14 +172,29 @@ def _named(config: Config, other: Config) -> str:
 
 
 def resume(bench: Bench) -> Figure:
-    """Save in the middle, restore in new ranks, and compare the rest with the run that went on, bit by bit."""
+    """Save in the middle, restore in new ranks, and compare the rest with the run that went on, bit by bit.
+
+    A run of another optimizer must be refused.
+    """
     cursor = _root(bench.start).metadata["cursor"]
     stream = read_stream(bench.config, NUM_STEPS - SAVED_AT, cursor=cursor, first=SAVED_AT)
     later = try_steps(bench.config, stream, NUM_STEPS - SAVED_AT, start=bench.start)
     uncut = bench.layout
     tail = replace(uncut, ranks=[replace(s, losses=s.losses[SAVED_AT:], norms=s.norms[SAVED_AT:]) for s in uncut.ranks])
     compare_bits(tail, later, f"a resume at step {SAVED_AT}")
+    _refuse_another_optimizer(bench)
     return Figure(f"from step {SAVED_AT}", "equal bits")
+
+
+def _refuse_another_optimizer(bench: Bench) -> None:
+    """Raise Different if a run of another optimizer goes on from the saved step, though it was not allowed to."""
+    name: Literal["lion", "adamw"] = "lion" if bench.config.optim.name == "adamw" else "adamw"
+    optim = replace(bench.config.optim, name=name, allow_reset=False)
+    try:
+        try_steps(replace(bench.alone, optim=optim), Stream((), ()), 0, start=bench.start)
+    except UserError:
+        return
+    raise Different(f"a run of {name} goes on from a step of {bench.config.optim.name}, and its states begin at zero")
 
 
 def _root(start: SavedStep) -> Root:

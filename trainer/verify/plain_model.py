@@ -6,18 +6,17 @@ Shapes: B samples, S positions, D hidden, N heads, H head size.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
 
 import torch
 from torch import Tensor
 
 from trainer.config import Config, ModelConfig
-from trainer.config.optim import GroupConfig
 from trainer.config.resolve import settled
 from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
 from trainer.ops.rope import rotary_frequencies
 from trainer.store.lr import learning_rate
+from trainer.verify.plain_optimizers import plain_optimizers
 
 State = dict[str, Tensor]
 Drop = Callable[..., Tensor]
@@ -62,15 +61,9 @@ def train(
     spread = spread or Spread(model)
     for value in state.values():
         value.requires_grad_()
-    groups = []
-    for name, value in state.items():
-        group = next((group for group in optim.groups if fnmatch(name, group.pattern)), GroupConfig(""))
-        decay = float(value.dim() > 1) if group.decay_factor is None else group.decay_factor
-        rates = {"lr": optim.lr * group.lr_factor, "weight_decay": optim.weight_decay * decay}
-        groups.append({"params": [value], "factor": group.lr_factor, **rates})
-    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    optimizers = plain_optimizers(optim, state)
     for step, batch in enumerate(batches):
-        for param_group in adam.param_groups:
+        for param_group in [group for optimizer in optimizers for group in optimizer.param_groups]:
             param_group["lr"] = learning_rate(optim, step) * param_group["factor"]
         mask = batch.loss_mask.flatten(0, 1)
 
@@ -79,14 +72,16 @@ def train(
             return dropout_reference(x, model.dropout, seed=config.train.seed, **place) if model.dropout else x
 
         loss = (_losses(model, state, batch, drop, spread, config.train.z_loss) * mask).sum() / mask.sum()
-        adam.zero_grad()
+        for value in state.values():
+            value.grad = None
         (loss + spread.loss(mask, batch.tokens.shape[1]) / mask.sum()).backward()
         spread.end_step()
         gradients = [value.grad for value in state.values() if value.grad is not None]
         norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
         for gradient in gradients if optim.clip else ():
             gradient *= min(1.0, optim.clip / norm)
-        adam.step()
+        for optimizer in optimizers:
+            optimizer.step()
         yield loss.item(), norm
 
 

@@ -298,7 +298,7 @@ def _of_rows(config: Config, model: ModelConfig, longest: int) -> ModelConfig:
 
 
 def _optim(optim: OptimConfig, small: Config) -> OptimConfig:
-    """Return the optimizer with a schedule of few steps; a larger eps, as gradients of 0 have only rounding."""
+    """Return the optimizer with few steps of its schedule; AdamW with a larger eps, as gradients of 0 are rounding."""
     plain = OptimConfig()
     return replace(
         optim,
@@ -308,7 +308,7 @@ def _optim(optim: OptimConfig, small: Config) -> OptimConfig:
         cool_down_steps=plain.cool_down_steps,
         cool_down_from=0,
         cool_down_lr=0.0,
-        eps=max(optim.eps, EPS),
+        eps=max(optim.eps, EPS) if optim.name in ("adamw", "muon") else optim.eps,
         moments="wide",
         master="wide",
     )

@@ -44,6 +44,7 @@ FREE = {  # what a run need not read, and why it may be set all the same
     "parallel.cp_method": "one file serves any layout: it waits for cp > 1",
     "parallel.schedule": "one file serves any layout: it waits for pp > 1",
     "optim.wsd_decay": "it is for a start that finds a cool-down, too",
+    "optim.allow_reset": "it is for a start that finds a step",
     "checkpoint.strict": "it is for a start that finds a step",
     "checkpoint.exchange": "it is for a start that finds a step",
 }
@@ -93,6 +94,9 @@ def mode(name: str, folder: Path, tmp_path: Path) -> dict[str, object]:
         "packed": {"data.packing": "best_fit", "data.document_mask": "true"},
         "repeated": {"parallel.zero_stage": 0},
         "bf16": {"train.precision": "bf16"},
+        "muon": {"optim.name": "muon"},
+        "lion": {"optim.name": "lion"},
+        "sgd": {"optim.name": "sgd"},
         "fp8": {"fp8.recipe": "rowwise", "train.precision": "bf16"},
         "long": {"model.rope_scaling": "llama3", "model.rope_factor": 8},
     }[name]
@@ -101,7 +105,11 @@ def mode(name: str, folder: Path, tmp_path: Path) -> dict[str, object]:
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["rows", "learned", "blocks", "megatron", "url", "packed", "repeated", "bf16", "long", "fp8"]
+    "name",
+    [
+        *("rows", "learned", "blocks", "megatron", "url", "packed", "repeated", "bf16", "long", "fp8"),
+        *("muon", "lion", "sgd"),
+    ],
 )
 def test_an_option_is_read_or_refused(
     name: str, job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

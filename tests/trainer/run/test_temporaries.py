@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptkit import Coords
 from tests.trainer.run.test_activations import MODELS, Born, graph_bytes
 from tests.trainer.support.parity import make_engine
 from trainer.config import Config, Fp8Config
@@ -16,11 +17,13 @@ from trainer.engine import Engine
 from trainer.linear import fp8, weight
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
+from trainer.model.table import local_runs
 from trainer.ops.fp8 import Quantised, Scaling
 from trainer.run.activations import CHOICES, Sizes, activation_bytes
-from trainer.run.memory import rank_memory
+from trainer.run.memory import rank_memory, update_bytes
 from trainer.run.stage_times import random_batch
 from trainer.run.temporaries import temporary_bytes
+from trainer.store.plan import plan_buckets
 from trainer.verify.threads import run_threads
 
 LONG = [pytest.mark.slow, pytest.mark.ci]
@@ -151,3 +154,24 @@ def test_passes_in_eight_bits_take_what_is_counted(choice: str, wgrad: str, monk
     weights = rank_memory(config, 0).copies  # which the first pass makes
     assert (activation_bytes(config, 0) + weights) / graph_bytes(engine) == pytest.approx(1, abs=0.03)
     assert share_of_peak(engine) == pytest.approx(1.01, abs=0.06)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("name", ["muon", "lion", "sgd", "adamw"])
+def test_an_update_takes_what_is_counted(name: str, overlaps: bool) -> None:
+    """Within a fifth, once no activation is there."""
+    parallel = {"overlap_param_gather": overlaps, "bucket_mib": 1}
+    config = config_of("llama", {"micro_batch_size": 1, "seq_length": 1, "global_batch_size": 1}, parallel)
+    config = replace(config, optim=replace(config.optim, name=name))
+    engine = make_engine(0, config)
+    for bucket in engine.store.buckets:
+        bucket.gradients.normal_()
+    decisions = {"factor": torch.ones((), dtype=torch.float64), "is_bad": torch.zeros(())}
+    gc.collect()
+    with Peak() as peak:
+        engine.store.update(engine.config.optim, 0.1, 0, **decisions)
+    runs = local_runs(config, engine.table, layout_of(config), Coords())
+    buckets = plan_buckets(runs, 1 << 20, engine.dtype.itemsize)
+    counted = update_bytes(config, buckets, {run.holders: 1 for run in runs})
+    assert counted == pytest.approx(peak.peak, rel=0.2, abs=1e5)
+    assert rank_memory(config, 0).temporaries >= counted - activation_bytes(config, 0)

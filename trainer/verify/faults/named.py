@@ -13,6 +13,7 @@ from trainer.verify.faults.gradients import GRADIENT_FAULTS
 from trainer.verify.faults.holders import HOLDER_FAULTS, REPLICA_FAULTS
 from trainer.verify.faults.initial import INITIAL_FAULTS
 from trainer.verify.faults.leases import LEASE_FAULTS
+from trainer.verify.faults.optimizers import OPTIMIZER_FAULTS
 from trainer.verify.faults.passes import PASS_FAULTS
 from trainer.verify.faults.recompute import RECOMPUTE_FAULTS
 from trainer.verify.faults.saves import SAVE_FAULTS
@@ -27,6 +28,7 @@ _ALL = (
     *TOKEN_FAULTS,
     *GRADIENT_FAULTS,
     *UPDATE_FAULTS,
+    *OPTIMIZER_FAULTS,
     *INITIAL_FAULTS,
     *TENSOR_FAULTS,
     *CUT_TOKEN_FAULTS,

@@ -160,6 +160,13 @@ SAVE_FAULTS = (
         check=ANOTHER_LAYOUT,
     ),
     Fault(
+        "reset-unsaid",
+        "another optimizer begins at zero, and nobody is asked",
+        None,
+        wrapping(load, "refuse_reset", lambda real, *args, **options: None),
+        check=RESUME,
+    ),
+    Fault(
         "restore-not-published",
         "ranks keep their own parameters of what others restored",
         DP,

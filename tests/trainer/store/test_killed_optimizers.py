@@ -1,0 +1,27 @@
+"""A job of two ranks that is killed with SIGKILL goes on bit for bit, with each optimizer."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.support.training import Job, curve, hash_of
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["muon", "lion", "sgd"])
+def test_a_killed_run_has_the_bits_of_one_that_was_not(name: str, job_config: Path, tmp_path: Path) -> None:
+    flags = [job_config, "--tp", 2, "--train-steps", 12, "--save-interval", 2, "--train.precision", "bf16"]
+    jobs = {}
+    for run in ("whole", "killed"):
+        save = ["--optim.name", name, "--save", tmp_path / run]
+        jobs[run] = Job(2, *flags, *save, metrics=tmp_path / f"{run}.jsonl")
+    jobs["whole"].run()
+    jobs["killed"].run_until_step(5)
+    jobs["killed"].run()
+    assert hash_of(tmp_path / "killed", 12) == hash_of(tmp_path / "whole", 12)
+    losses = curve(tmp_path / "whole.jsonl")
+    assert {step: loss for step, loss in curve(tmp_path / "killed.jsonl").items() if step > 6} == {
+        step: loss for step, loss in losses.items() if step > 6
+    }
