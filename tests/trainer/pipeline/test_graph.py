@@ -18,7 +18,7 @@ from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.engine import Engine
 from trainer.pipeline import graph
-from trainer.pipeline.graph import PassGraph, Capture, Results, record_on_gpu
+from trainer.pipeline.graph import Capture, PassGraph, Results, record_on_gpu
 from trainer.store.store import ParameterStore
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
