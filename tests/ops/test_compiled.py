@@ -53,6 +53,8 @@ def test_rope() -> None:
     torch.testing.assert_close(torch.compile(form, backend="eager", fullgraph=True)(qkv), form(qkv))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_swiglu() -> None:
     def form(x: torch.Tensor) -> torch.Tensor:
         return activate(2 * x, SWIGLU) + 1

@@ -40,6 +40,7 @@ from trainer.verify.whole import assembled, copied
 
 NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 DP4, EP, EP_OF_TP = ParallelLayout(dp=4), ParallelLayout(ep=2, dp=2), ParallelLayout(tp=2, ep=4, dp=2, etp=1)
+LATER = [pytest.mark.slow, pytest.mark.ci]
 OTHERWISE = {"evaluation-trains", "evaluation-counts-nowhere"}  # only checks of `trainer verify` look at evaluations
 COMPARED = [
     *(fault for fault in FAULTS.values() if fault.seen_by in (PLAIN, LOSSES, WEIGHTS) and fault.name not in OTHERWISE),
@@ -190,7 +191,9 @@ def test_places_in_several_runs_pass(
 @pytest.mark.parametrize(
     ("layout", "num_parts"), [(None, 0), (TP, 2), (PP, 0), (DP, 0), (ParallelLayout(tp=2, pp=2), 1)], ids=str
 )
-@pytest.mark.parametrize("own", [(2, 2), (3, 0), (1, 2), (9, 0)], ids=str)
+@pytest.mark.parametrize(
+    "own", [(2, 2), (3, 0), *(pytest.param(own, marks=LATER) for own in [(1, 2), (9, 0)])], ids=str
+)
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_mask_a_layer_passes(
     own: tuple[int, int], layout: ParallelLayout | None, num_parts: int, documents: bool

@@ -84,7 +84,7 @@ def test_a_step_of_what_is_cut_reads_nothing_back(zero_stage: Any, device: str) 
 @pytest.mark.parametrize(
     ("name", "layout", "schedule"),
     [
-        ("shared", "tp2", "1f1b"),
+        pytest.param("shared", "tp2", "1f1b", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("shared", "ep2-dp2", "1f1b", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("plain", "dp2-pp2", "zb-h1", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("every second", "cp2", "1f1b", marks=[pytest.mark.slow, pytest.mark.ci]),

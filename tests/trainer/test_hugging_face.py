@@ -75,7 +75,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> float:
     return json.loads(capsys.readouterr().out)["loss"]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("qwen2", marks=[pytest.mark.slow, pytest.mark.ci])])
 def test_training_begins_with_the_folders_model_and_ends_as_one(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ def check(config: Config, num_steps: int) -> None:
     assert_parity(run_threads(layout_of(config).world_size, run_steps, config, num_steps), reference)
 
 
-@settings(examples, max_examples=20)
+@settings(examples, max_examples=8)
 @given(config=configs(layouts(16)))
 def test_random_layouts_of_up_to_16_ranks(config: Config) -> None:
     check(config, 2 if layout_of(config).world_size <= 6 else 1)

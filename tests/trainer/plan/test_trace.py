@@ -57,7 +57,7 @@ def kinds_of(calls: Counter[Call]) -> Counter[tuple[str, str]]:
     return kinds
 
 
-@settings(examples, max_examples=3)
+@settings(examples, max_examples=1)
 @given(config=configs(layouts(8)))
 def test_bytes_are_those_of_a_real_step(config: Config) -> None:
     check(config)

@@ -249,6 +249,8 @@ def test_what_one_rank_meets_alone_ends_all_at_a_step_that_is_saved(
     assert list(curve(tmp_path / "m.jsonl")) == [1, 2, 3]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_last_step_is_evaluated_and_saved_with_it(job_config: Path, tmp_path: Path) -> None:
     assert train(job_config, tmp_path, "--train.eval-interval", 5) == 0
     assert [line["step"] for line in lines(tmp_path / "m.jsonl", "eval")] == [5, 8]

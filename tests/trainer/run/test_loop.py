@@ -114,6 +114,8 @@ def test_damage_that_one_rank_finds_takes_all_ranks_back(whole: Path, job_config
     assert call("train", *arguments[:1], "--save", tmp_path / "run") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_reading_late_changes_nothing_but_the_clock(
     job_config: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

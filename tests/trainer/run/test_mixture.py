@@ -58,6 +58,8 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     return seen
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_goes_on_with_another_mixture(
     folder: Path, batches: list[Batch], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +138,8 @@ def test_rows_of_a_run_change_their_length(
     assert "segment 1 had a new seq_length of 64, now it has 96" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_what_uses_a_checkpoint_goes_by_the_longest_rows_that_were_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
