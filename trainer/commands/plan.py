@@ -14,6 +14,7 @@ from trainer.config import Config
 from trainer.config.foreign.translate import translated
 
 if TYPE_CHECKING:
+    from trainer.plan.rates import Rates
     from trainer.plan.search import Planned
 
 
@@ -25,6 +26,8 @@ class Options:
     from_megatron: str = option("", "plan what a command line of Megatron-LM says, or its script", metavar="COMMAND")
     gpus: int = option(8, "how many GPUs there are", minimum=1)
     gpu: str = option("h100", "which card, as its data sheet names it", metavar="NAME")
+    calibration: str = option("", "figures of `trainer bench gpu`, in place of a data sheet's", metavar="FILE.json")
+    fixed: bool = option(False, "plan the layout and settings of the configuration, without a search")
     gpus_per_node: int = option(8, "GPUs that the card's links join", minimum=1)
     network_gbytes: float = option(50.0, "GB/s of a GPU to other nodes", above=0)
     objective: Literal["time", "memory"] = option("time", "what is best: the shortest step that fits, or least memory")
@@ -34,12 +37,11 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Print the best layout with its memory and the time of its step by part, and what the next ones lose by. Times are
-    of data sheets, which no program reaches: they compare layouts. Needs no GPU and no store. Exit code 1 if no layout
-    fits."""
+    """Print the best layout with its memory and the time of its step by part, and what the next ones lose by. Times
+    are of a calibration, or of data sheets, which no program reaches: these compare layouts. Needs no GPU and no
+    store. Exit code 1 if no layout fits."""
     from trainer.plan.explained import with_known_vocabulary
-    from trainer.plan.rates import Rates
-    from trainer.plan.search import best_plans
+    from trainer.plan.search import best_plans, fixed_plan
     from trainer.plan.written import write_config
     from trainer.verify.source import open_run_or_file
 
@@ -47,23 +49,41 @@ def run(options: Options) -> int:
         raise UserError("one of CONFIG.toml and --from-megatron COMMAND is planned", hint="trainer plan --help")
     check_places(options.json, "")
     check_places(options.output, "")
-    rates = Rates.of_card(options.gpu, network=options.network_gbytes * 1e9, node=options.gpus_per_node)
+    rates = rates_of(options)
     source = open_run_or_file(options.config, options.flags, megatron=options.from_megatron)
     config, assumed = with_known_vocabulary(source.config)
     if assumed:
         log(assumed)
-    log(f"figures are of the data sheet of {rates.name}, not measured: times compare layouts")
-    plans = best_plans(config, options.gpus, rates, options.objective)
+    if options.fixed:
+        plans = [fixed_plan(config, options.gpus, rates)]
+    else:
+        plans = best_plans(config, options.gpus, rates, options.objective)
     if options.json != "-":
         print_plans(plans)
     write_json(options.json, [row_of(plan) for plan in plans])
     if not plans[0].fits:
-        log(f"none of {len(plans)} layouts fits into {rates.capacity / 1e9:g} GB; more GPUs, or another --gpu")
+        number = "it does not fit" if len(plans) == 1 else f"none of {len(plans)} layouts fits"
+        log(f"{number} into {rates.capacity / 1e9:g} GB; more GPUs, or another --gpu")
         return EXIT_CHECK_FAILED
     if options.output:
         write_config(options.output, options.config, options.from_megatron, options.flags, source.config, plans[0])
         log(f"wrote {options.output}: trainer launch --nproc-per-node N train {options.output}")
     return EXIT_OK
+
+
+def rates_of(options: Options) -> "Rates":
+    """Return the figures that the plans take, and say where they are from."""
+    from trainer.plan.calibration import read_calibration
+    from trainer.plan.rates import Rates
+
+    network, node = options.network_gbytes * 1e9, options.gpus_per_node
+    if not options.calibration:
+        rates = Rates.of_card(options.gpu, network=network, node=node)
+        log(f"figures are of the data sheet of {rates.name}, not measured: times compare layouts")
+        return rates
+    rates = Rates.of_calibration(read_calibration(options.calibration), network=network, node=node)
+    log(f"figures are measured on {rates.name}: {options.calibration}")
+    return rates
 
 
 def print_plans(plans: "Sequence[Planned]") -> None:
@@ -72,8 +92,8 @@ def print_plans(plans: "Sequence[Planned]") -> None:
 
     best = plans[0]
     print_line(f"{layout_text(best)}: {best.time.total:.4g} s a step, {best.memory.total / 1e9:.1f} GB a rank")
-    settings = {name: value for name, value in best.candidate.settings.items() if value not in ((), "nothing")}
-    print_line(f"  {flags_of(settings)}")
+    if settings := {name: value for name, value in best.candidate.settings.items() if value not in ((), "nothing")}:
+        print_line(f"  {flags_of(settings)}")
     print_line("")
     parts = [(name.replace("_", " "), f"{seconds:.4g}") for name, seconds in asdict(best.time).items()]
     print_table(("time", "s"), parts, left=("time",))

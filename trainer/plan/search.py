@@ -85,15 +85,36 @@ def best_plans(config: Config, num_gpus: int, rates: Rates, objective: Objective
     return sorted(plans, key=lambda plan: (not plan.fits, plan.time.total))
 
 
+def fixed_plan(config: Config, num_gpus: int, rates: Rates) -> Planned:
+    """Return the plan of a configuration as it is; UserError if it has faults on so many GPUs."""
+    run = on_gpus(config)
+    if faults := cross_faults(run, num_gpus):
+        raise UserError(f"on {gpus_text(num_gpus)}: {'; '.join(text for _, text in faults)}")
+    return planned(Candidate({}, 0.0, 0.0), resolve(run, num_gpus), rates, VolumeTable())
+
+
+def on_gpus(config: Config) -> Config:
+    """Return a run on GPUs that does not evaluate, since plans have no stores."""
+    return replace(config, train=replace(config.train, device="cuda", eval_interval=0))
+
+
+def gpus_text(number: int) -> str:
+    """Return so many GPUs in words."""
+    return "1 GPU" if number == 1 else f"{number} GPUs"
+
+
 def nothing_planned(config: Config, num_gpus: int, rates: Rates, possible: list[Candidate]) -> UserError:
     """Return why no candidate is planned: the smallest does not fit, or each has a fault."""
     by_size = sorted(possible, key=lambda one: one.state)
     smallest = next((one for one in by_size if without_fault(config, one, num_gpus) is not None), None)
     if smallest is None:
         batch = config.train.global_batch_size
-        text = f"no layout of {num_gpus} GPUs has a whole micro-batch on each rank of dp, of {batch} samples a step"
+        text = (
+            f"no layout of {gpus_text(num_gpus)} has a whole micro-batch on each rank of dp, of {batch} samples a step"
+        )
         return UserError(text, hint=f"--global-batch-size {math.lcm(batch, num_gpus)}")
-    text = f"weights and their states take {smallest.state / 1e9:.1f} GB a rank on {num_gpus} GPUs, which is too much"
+    size = f"{smallest.state / 1e9:.1f} GB"
+    text = f"weights and their states take {size} a rank on {gpus_text(num_gpus)}, which is too much"
     more = num_gpus * 2 ** math.ceil(math.log2(smallest.state / rates.capacity) + 1)
     return UserError(f"{text} for {rates.name}", hint=f"--gpus {more}")
 
@@ -101,7 +122,7 @@ def nothing_planned(config: Config, num_gpus: int, rates: Rates, possible: list[
 def without_fault(config: Config, candidate: Candidate, num_gpus: int) -> Config | None:
     """Return the resolved run of a candidate, None if it has a fault."""
     changed = with_values(config, candidate.settings | {"train.gradient_accumulation_steps": 0})
-    changed = replace(changed, train=replace(changed.train, device="cuda", eval_interval=0))
+    changed = on_gpus(changed)
     return None if cross_faults(changed, num_gpus) else resolve(changed, num_gpus)
 
 

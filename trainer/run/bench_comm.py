@@ -69,11 +69,16 @@ def bench_comm(
             text = f"--dp-shard {dp_shard} does not divide the {layout.dp} ranks of dp"
             raise UserError(text, hint=f"trainer launch --nproc-per-node {ranks.world_size} bench comm --dp-shard 1")
         mesh = ProcessMesh(layout, ranks.rank, ranks.device, timeout_s=timeout_s, dp_shard=dp_shard)
-        rows = []
-        for num_bytes in (int(size * 2**20) for size in sizes):
-            for num_ranks, group, operation, call in calls(mesh, num_bytes):
-                rows.append(Row(group, num_ranks, operation, num_bytes, timed(ranks, call, repeats)))
-        return rows
+        return rows_of_groups(ranks, mesh, sizes, repeats)
+
+
+def rows_of_groups(ranks: Ranks, mesh: ProcessMesh, sizes: Sequence[float], repeats: int) -> list[Row]:
+    """Return a row for each group of two or more ranks, each operation and each of the sizes in MiB."""
+    return [
+        Row(group, num_ranks, operation, num_bytes, timed(ranks, call, repeats))
+        for num_bytes in (int(size * 2**20) for size in sizes)
+        for num_ranks, group, operation, call in calls(mesh, num_bytes)
+    ]
 
 
 def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callable[[], object]]]:
