@@ -114,9 +114,11 @@ def layout_text(plan: "Planned") -> str:
     from trainer.config.resolve import layout_of
 
     parallel, train = plan.config.parallel, plan.config.train
-    texts = [str(layout_of(plan.config)), f"zero {parallel.zero_stage}", f"micro-batch {train.micro_batch_size}"]
+    shard = f" in groups of {parallel.dp_shard}" if parallel.dp_shard else ""
+    texts = [str(layout_of(plan.config)), f"zero {parallel.zero_stage}{shard}", f"micro-batch {train.micro_batch_size}"]
     texts += [parallel.schedule] if parallel.pp > 1 else []
-    kept = " that keeps attention" if train.recompute_keep == "attention" else ""
+    modules = f" of {','.join(train.recompute_modules)}" if train.recompute_modules else ""
+    kept = " that keeps attention" if train.recompute_keep == "attention" else modules
     return ", ".join([*texts, f"recompute {train.recompute}{kept}"])
 
 

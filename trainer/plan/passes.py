@@ -52,11 +52,12 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class LinearTimes:
-    """Seconds of the products of a layer: forward, for gradients of inputs, and of weights."""
+    """Seconds of the products of a layer: forward, for gradients of inputs, and of weights; those made again."""
 
     forward: float
     dgrad: float
     wgrad: float
+    again: float
 
 
 def stage_passes(config: Config, rates: Rates, transfers: Mapping[str, float]) -> dict[tuple[str, int], Pass]:
@@ -69,20 +70,18 @@ def stage_passes(config: Config, rates: Rates, transfers: Mapping[str, float]) -
     for stage, numbers in enumerate(stage_ranges(config, table, layout.num_stages)):
         forward, backward = Pass(host=rates.launch_s(4)), Pass(host=rates.launch_s(4))
         for place, layer in enumerate(numbers):
-            products = times.products(stage % layout.pp, f"layers.{layer}.")
-            attention, kernels = times.attention(windows[layer]), times.kernels(sizes[has_experts(model, layer)])
             again = Recompute.of_layer(train, place)
-            share = 1.0 if again.is_full else 0.45 * ("mlp" in again.modules) + 0.3 * ("attention" in again.modules)
-            makes_attention = (again.is_full and not again.keeps_attention) or "attention" in again.modules
+            products = times.products(stage % layout.pp, f"layers.{layer}.", again)
+            attention, kernels = times.attention(windows[layer]), times.kernels(sizes[has_experts(model, layer)], again)
             forward.products += products.forward
             forward.attention += attention["forward"]
             forward.other += kernels["forward"]
             forward.transfers += of_layer / 3
             forward.host += rates.layer_host_s("F")
-            backward.products += products.dgrad + products.wgrad + share * products.forward
+            backward.products += products.dgrad + products.wgrad + products.again
             backward.weights += products.wgrad
-            backward.attention += attention["backward"] + makes_attention * attention["forward"]
-            backward.other += kernels["backward"] + share * kernels["forward"]
+            backward.attention += attention["backward"] + makes_attention(again) * attention["forward"]
+            backward.other += kernels["backward"]
             backward.transfers += of_layer * 2 / 3
             backward.host += rates.layer_host_s("B") + rates.layer_host_s("F") * again.is_full
         if stage == 0:
@@ -93,6 +92,19 @@ def stage_passes(config: Config, rates: Rates, transfers: Mapping[str, float]) -
             backward.transfers += of_ends * 2 / 3
         passes["F", stage], passes["B", stage] = forward, backward
     return passes
+
+
+def is_made_again(name: str, again: Recompute) -> bool:
+    """Return whether the backward makes the product of a weight again: a region ends before its last linear."""
+    module, last = ("attention", ".attn.out.") if ".attn." in name else ("mlp", ".down.")
+    if again.is_full:
+        return ".down." not in name
+    return module in again.modules and last not in name
+
+
+def makes_attention(again: Recompute) -> bool:
+    """Return whether the backward makes the result of attention again."""
+    return (again.is_full and not again.keeps_attention) or "attention" in again.modules
 
 
 class StageTimes:
@@ -108,18 +120,22 @@ class StageTimes:
         self.wide = wide_dtype(DTYPES[self.dtype]).itemsize
         self._known: dict[object, LinearTimes] = {}
 
-    def products(self, pp: int, prefix: str) -> LinearTimes:
+    def products(self, pp: int, prefix: str, again: Recompute) -> LinearTimes:
         """Return those of a layer of a rank."""
-        runs = [run for run in self.runs[pp] if run.names[0].startswith(prefix) and run.names[0].endswith("weight")]
-        matrices = tuple((run.shape, run.names[0] in self.eight_bits) for run in runs if len(run.shape) > 1)
+        matrices = tuple(
+            (run.shape, run.names[0] in self.eight_bits, is_made_again(run.names[0], again))
+            for run in self.runs[pp]
+            if run.names[0].startswith(prefix) and run.names[0].endswith("weight") and len(run.shape) > 1
+        )
         if matrices not in self._known:
-            parts = [self.product(shape, is_narrow=is_narrow) for shape, is_narrow in matrices]
-            names = ("forward", "dgrad", "wgrad")
-            self._known[matrices] = LinearTimes(*(sum(getattr(part, name) for part in parts) for name in names))
+            parts = [(self.product(shape, is_narrow=is_narrow), is_again) for shape, is_narrow, is_again in matrices]
+            forward, dgrad, wgrad = (sum(times[number] for times, _ in parts) for number in range(3))
+            again_s = sum(times[0] for times, is_again in parts if is_again)
+            self._known[matrices] = LinearTimes(forward, dgrad, wgrad, again_s)
         return self._known[matrices]
 
-    def product(self, shape: tuple[int, ...], *, is_narrow: bool) -> LinearTimes:
-        """Return those of one matrix, or of one for each expert of this rank."""
+    def product(self, shape: tuple[int, ...], *, is_narrow: bool) -> tuple[float, float, float]:
+        """Return those of one matrix, or of one for each expert of this rank: forward, dgrad and wgrad."""
         model, parallel = self.config.model, self.config.parallel
         number, tokens = 1, self.tokens
         if len(shape) == 3:
@@ -133,7 +149,7 @@ class StageTimes:
         def seconds(way: Way, dtype: str) -> float:
             return number * self.rates.product_s(way, dtype, sides)
 
-        return LinearTimes(seconds("forward", narrow), seconds("dgrad", narrow), seconds("wgrad", of_weights))
+        return seconds("forward", narrow), seconds("dgrad", narrow), seconds("wgrad", of_weights)
 
     def attention(self, window: int | None) -> dict[Way, float]:
         """Return the seconds of both passes of a layer's attention, of which a causal mask leaves half."""
@@ -146,20 +162,27 @@ class StageTimes:
             "backward": self.rates.attention_s("backward", self.dtype, shape, 2.5 * operations),
         }
 
-    def kernels(self, sizes: Sizes) -> dict[Way, float]:
-        """Return the seconds of both passes of the kernels of a layer beside products and attention."""
+    def kernels(self, sizes: Sizes, again: Recompute) -> dict[Way, float]:
+        """Return the seconds of both passes of the kernels of a layer beside products and attention.
+
+        The nonlinearity is made again in any case, in its own backward.
+        """
         model = self.config.model
-        norm = NORM_STREAMS * sizes.stream
+        norm, is_again = NORM_STREAMS * sizes.stream, again.is_full or bool(again.modules)
         turned = 2 * sizes.heads if model.position == "rope" or model.qk_norm else 0
-        made = sizes.packed + sizes.product
-        return self.both(
+        made, biases = sizes.packed + sizes.product, (sizes.heads, sizes.whole_stream, sizes.whole_stream, sizes.packed)
+        seconds = self.both(
             (model.norm, norm, norm),
             (model.norm, norm, norm),
             ("rope", turned, turned),
             (model.activation, made, 2 * made),
             ("copy", 3 * sizes.rows, 6 * sizes.rows),
-            *(("bias", 0, size * model.bias) for size in (sizes.heads, *[sizes.whole_stream] * 2, sizes.packed)),
+            *(("bias", 0, size * model.bias) for size in biases),
         )
+        turns_again = again.is_full or "attention" in again.modules
+        repeated = self.both((model.norm, norm, 0), (model.norm, norm, 0), ("rope", turned * turns_again, 0))
+        seconds["backward"] += is_again * repeated["forward"]
+        return seconds
 
     def add_embedding(self, sizes: Sizes, forward: Pass, backward: Pass) -> None:
         """Add the look-up of rows, and their gradients' way into that of the whole matrix, which is wide."""

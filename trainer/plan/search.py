@@ -6,9 +6,9 @@ after `MOST` candidates.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, Literal
 
@@ -16,22 +16,31 @@ from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import longest_row, resolve
-from trainer.model.flops import count_parameters, token_flops
+from trainer.model.flops import active_size, count_parameters, token_flops
+from trainer.model.recompute import Recompute
 from trainer.model.table import parameter_table
+from trainer.plan.passes import is_made_again
 from trainer.plan.rates import Rates
 from trainer.plan.step_time import StepTime, step_time
 from trainer.plan.volumes import VolumeTable
 from trainer.run.memory import RankMemory, rank_memory
 from trainer.run.memory_check import powers_of_two, with_values
+from trainer.store.parameter import Parameter
 
-MOST, KEPT = 32, 9  # candidates that are planned, and those that fit
+MOST, KEPT, SHOWN = 128, 24, 9  # candidates that are looked at, those that fit, and how many are returned at least
+CLOSE = 1.01  # times the fastest: transfers beside arithmetic cost a little, of which no figure is known
 LONG = 16384  # tokens of a row from which on cp is tried
 WIDE, DEEP = 8, 16  # tp and pp at most
 USABLE = 0.95  # of a GPU's memory, which its data sheet counts
-RECOMPUTES: tuple[dict[str, Any], ...] = (
-    {"train.recompute": "none", "train.recompute_modules": (), "train.recompute_keep": "nothing"},
-    {"train.recompute": "full", "train.recompute_modules": (), "train.recompute_keep": "attention"},
-    {"train.recompute": "full", "train.recompute_modules": (), "train.recompute_keep": "nothing"},
+RECOMPUTES: tuple[dict[str, Any], ...] = tuple(  # what keeps the most first
+    {"train.recompute": how, "train.recompute_modules": modules, "train.recompute_keep": keep}
+    for how, modules, keep in (
+        ("none", (), "nothing"),
+        ("selective", (), "nothing"),
+        ("selective", ("mlp",), "nothing"),
+        ("full", (), "attention"),
+        ("full", (), "nothing"),
+    )
 )
 Objective = Literal["time", "memory"]
 Settings = dict[str, Any]
@@ -67,22 +76,45 @@ def best_plans(config: Config, num_gpus: int, rates: Rates, objective: Objective
     """Return plans, the best first, those that do not fit last; UserError if no layout exists."""
     possible = list(candidates_of(config, num_gpus, rates))
     candidates = [one for one in possible if one.state <= rates.capacity]
-    candidates.sort(key=smallness if objective == "memory" else lambda one: (one.bound,))
-    volumes, plans = VolumeTable(), list[Planned]()
+    candidates.sort(key=smallness if objective == "memory" else lambda one: (one.bound, one.state))
+    volumes, fitting = VolumeTable(), list[Planned]()
+    large = list[tuple[RankMemory, Candidate, Config]]()
+    with_room = set[tuple[Any, ...]]()  # what fits without making more again
     for candidate in candidates:
-        fitting = [plan for plan in plans if plan.fits]
         fastest = min((plan.time.total for plan in fitting), default=math.inf)
         is_over = objective == "time" and candidate.bound > fastest
-        if is_over or len(fitting) >= KEPT or len(plans) >= MOST:
+        if is_over or len(fitting) >= KEPT or len(fitting) + len(large) >= MOST:
             break
+        kind = tuple(value for name, value in candidate.settings.items() if "recompute" not in name)
+        if objective == "time" and kind in with_room:
+            continue
         resolved = without_fault(config, candidate, num_gpus)
-        if resolved is not None:
-            plans.append(planned(candidate, resolved, rates, volumes))
-    if not plans:
+        if resolved is None:
+            continue
+        memory = largest_memory(resolved)
+        if memory.total <= rates.capacity * USABLE:
+            with_room.add(kind)
+            fitting.append(planned(candidate, resolved, rates, volumes))
+        else:
+            large.append((memory, candidate, resolved))
+    if not fitting and not large:
         raise nothing_planned(config, num_gpus, rates, possible)
-    if objective == "memory":
-        return sorted(plans, key=lambda plan: (plan.memory.total, plan.time.total))
-    return sorted(plans, key=lambda plan: (not plan.fits, plan.time.total))
+    fastest = min((plan.time.total for plan in fitting), default=0.0)
+    fitting.sort(key=size_of if objective == "memory" else partial(time_of, fastest=fastest))
+    large.sort(key=lambda one: one[0].total)
+    rest = large[: max(SHOWN - len(fitting), 0)]
+    return fitting + [planned(candidate, resolved, rates, volumes) for _, candidate, resolved in rest]
+
+
+def time_of(plan: Planned, fastest: float) -> tuple[float, ...]:
+    """Return by what plans are sorted: of those that are about as fast as the fastest the one that moves least."""
+    is_close = plan.time.total <= fastest * CLOSE
+    return not is_close, plan.config.parallel.zero_stage * is_close, plan.time.total, plan.memory.total
+
+
+def size_of(plan: Planned) -> tuple[float, ...]:
+    """Return by what plans are sorted if memory counts."""
+    return plan.memory.total, plan.time.total
 
 
 def fixed_plan(config: Config, num_gpus: int, rates: Rates) -> Planned:
@@ -128,9 +160,14 @@ def without_fault(config: Config, candidate: Candidate, num_gpus: int) -> Config
 
 def planned(candidate: Candidate, config: Config, rates: Rates, volumes: VolumeTable) -> Planned:
     """Return the plan of a candidate."""
-    ends = {0, config.parallel.pp - 1}
-    memory = max((rank_memory(config, pp) for pp in ends), key=lambda one: one.total)
-    return Planned(candidate, config, step_time(config, rates, volumes.of(config)), memory, rates.capacity)
+    return Planned(
+        candidate, config, step_time(config, rates, volumes.of(config)), largest_memory(config), rates.capacity
+    )
+
+
+def largest_memory(config: Config) -> RankMemory:
+    """Return that of the rank that needs the most."""
+    return max((rank_memory(config, pp) for pp in {0, config.parallel.pp - 1}), key=lambda memory: memory.total)
 
 
 def candidates_of(config: Config, num_gpus: int, rates: Rates) -> Iterator[Candidate]:
@@ -140,18 +177,29 @@ def candidates_of(config: Config, num_gpus: int, rates: Rates) -> Iterator[Candi
     tokens = config.train.global_batch_size * config.train.seq_length
     arithmetic = flops * tokens / num_gpus / rates.flops
     num_parameters = count_parameters(config, table).total
-    for settings in settings_of(config, num_gpus):
+    repeated = {
+        (again["train.recompute"], again["train.recompute_modules"]): 1 + repeated_flops(config, table, again) / flops
+        for again in RECOMPUTES
+    }
+    for settings in settings_of(config, num_gpus, rates.node):
         number, rest = divmod(
             config.train.global_batch_size, settings["train.micro_batch_size"] * settings["parallel.dp"]
         )
         if not rest and number:
-            work = arithmetic * (4 / 3 if settings["train.recompute"] == "full" else 1)
+            work = arithmetic * repeated[settings["train.recompute"], settings["train.recompute_modules"]]
             bound = work * (1 + idle_share(settings, number))
             yield Candidate(settings, bound, state_bytes(settings, num_parameters))
 
 
-def settings_of(config: Config, num_gpus: int) -> Iterator[Settings]:
-    """Yield settings of all layouts of so many GPUs."""
+def repeated_flops(config: Config, table: Mapping[str, Parameter], again: Settings) -> float:
+    """Return the operations a token of products that are made again, attention aside."""
+    kept = Recompute.of_layer(with_values(config, again).train, 0)
+    names = [name for name in table if name.startswith("layers.") and is_made_again(name, kept)]
+    return 2.0 * sum(active_size(config, name, math.prod(table[name].shape)) for name in names)
+
+
+def settings_of(config: Config, num_gpus: int, node: int) -> Iterator[Settings]:
+    """Yield settings of all layouts of so many GPUs, of which so many are in a node."""
     model, train = config.model, config.train
     lengths = [1] if longest_row(config) < LONG else powers_of_two(min(longest_row(config) // 8192, 16))
     experts = powers_of_two(min(model.num_experts, WIDE)) if model.num_experts else [1]
@@ -164,7 +212,9 @@ def settings_of(config: Config, num_gpus: int) -> Iterator[Settings]:
         schedules = [("1f1b", 1)]
         if pp > 1:
             schedules += [("zb-h1", 1), *([("1f1b", 2)] * (pp * 2 <= model.num_layers))]
-        zeros = (1,) if dp * cp == 1 else (1, 3)
+        shard = node // (tp * cp)  # ranks of dp in a node
+        zeros = [(1, 0)] if dp * cp == 1 else [(1, 0), (2, 0), (3, 0)]
+        zeros += [(2, shard), (3, shard)] if 1 < shard < dp and dp % shard == 0 else []
         for (schedule, virtual), zero, again, micro in product(schedules, zeros, RECOMPUTES, micro_batches):
             yield {
                 "parallel.tp": tp,
@@ -174,7 +224,8 @@ def settings_of(config: Config, num_gpus: int) -> Iterator[Settings]:
                 "parallel.dp": dp,
                 "parallel.schedule": schedule,
                 "parallel.virtual_stages": virtual,
-                "parallel.zero_stage": zero,
+                "parallel.zero_stage": zero[0],
+                "parallel.dp_shard": zero[1],
                 "train.micro_batch_size": micro,
                 **again,
             }
@@ -189,12 +240,14 @@ def idle_share(settings: Settings, num_microbatches: int) -> float:
 def smallness(candidate: Candidate) -> tuple[float, ...]:
     """Return by what candidates of little memory come first: states, what is made again, the micro-batch."""
     settings = candidate.settings
-    kept = 2 if settings["train.recompute"] == "none" else int(settings["train.recompute_keep"] == "attention")
+    again = {name: value for name, value in settings.items() if "recompute" in name}
+    kept = -RECOMPUTES.index(again)
     return round(candidate.state / 1e9), kept, settings["train.micro_batch_size"], candidate.bound
 
 
 def state_bytes(settings: Settings, num_parameters: int) -> float:
     """Return about what weights, gradients and states of a rank take, its experts among them."""
-    over = settings["parallel.dp"] * settings["parallel.cp"]
-    share = 18 / over if settings["parallel.zero_stage"] == 3 else 6 + 12 / over
+    over, stage = settings["parallel.dp"] * settings["parallel.cp"], settings["parallel.zero_stage"]
+    shard = (settings["parallel.dp_shard"] or settings["parallel.dp"]) * settings["parallel.cp"]
+    share = 2 / (shard if stage == 3 else 1) + 4 / (shard if stage > 1 else 1) + 12 / over
     return num_parameters / math.prod(settings[f"parallel.{axis}"] for axis in ("tp", "pp", "ep")) * share

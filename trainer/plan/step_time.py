@@ -8,12 +8,13 @@ stage. Parts add up to the step.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 
 from ckptkit import Coords
 from trainer.config import Config
-from trainer.config.resolve import keeps_gathered, kv_replicas, layout_of, schedule_of
+from trainer.config.resolve import kv_replicas, layout_of, schedule_of
 from trainer.engine import DTYPES
-from trainer.mesh.layout import GROUPS, groups_needed
+from trainer.mesh.layout import groups_needed
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import Action
@@ -21,6 +22,7 @@ from trainer.pipeline.schedules import all_actions
 from trainer.pipeline.simulate import simulate
 from trainer.plan.passes import Pass, stage_passes
 from trainer.plan.rates import Rates
+from trainer.plan.store_moves import NAMES, store_moves
 from trainer.plan.trace import Move
 from trainer.plan.volumes import Volumes
 from trainer.run.activations import Sizes
@@ -108,29 +110,27 @@ def group_places(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def store_s(config: Config, rates: Rates, pp: int, busy: float) -> tuple[float, float]:
-    """Return the exposed seconds of sums and gathers of weights of a rank, and those of its update."""
-    parallel, layout = config.parallel, layout_of(config)
-    dtype = DTYPES[config.train.precision]
-    wide, places = wide_dtype(dtype), group_places(config)
-    names = {axes: name for name, axes in GROUPS.items()}
-    number, sums, gathers, read, updated = config.train.gradient_accumulation_steps, 0.0, 0.0, 0.0, 0.0
-    for run in local_runs(config, parameter_table(config), layout, Coords(pp=pp)):
-        place = places[names[run.holders]]
-        times = number if parallel.zero_stage >= 2 else 1
-        width = dtype.itemsize if parallel.grad_reduce == "bf16" else wide.itemsize
-        kind = "reduce_scatter" if parallel.zero_stage else "all_reduce"
-        sums += times * rates.collective_s(kind, run.numel * width, *place)
-        passes = 1 if parallel.zero_stage < 3 or keeps_gathered(config) else 2 * number
-        gathers += passes * rates.collective_s("all_gather", run.numel * dtype.itemsize, *place)
-        owned = run.numel / (place[0] if parallel.zero_stage else 1)
-        read += owned * wide.itemsize
+    """Return the exposed seconds of sums and gathers of weights of a rank, and those of its update.
+
+    What travels for each micro-batch is beside all passes, what travels once a step beside those of one micro-batch.
+    """
+    parallel, places = config.parallel, group_places(config)
+    number, dtype = config.train.gradient_accumulation_steps, DTYPES[config.train.precision]
+    read = updated = 0.0
+    runs = local_runs(config, parameter_table(config), layout_of(config), Coords(pp=pp))
+    for run in runs:
+        owned = run.numel / (places[NAMES[run.holders]][0] if parallel.zero_stage else 1)
+        read += owned * wide_dtype(dtype).itemsize
         updated += owned * updated_bytes(config, run.optimizer)
+    seconds = dict.fromkeys(product((True, False), repeat=2), 0.0)
+    for move in store_moves(config, runs, places):
+        times = move.times * rates.collective_s(move.kind, move.num_bytes, *places[move.group])
+        seconds[move.is_of_pass, move.kind == "all_gather"] += times
+    of_passes, sums, gathers = seconds[True, False] + seconds[True, True], seconds[False, False], seconds[False, True]
+    overlaps = parallel.overlap_grad_reduce
+    exposed = max(of_passes - busy * overlaps, 0.0) + max(sums - busy * overlaps * 2 / 3 / number, 0.0)
     update = rates.kernel_s("norms", "forward", read) + rates.kernel_s("update", "forward", updated)
-    if parallel.zero_stage == 3:  # all beside passes, on the same links
-        return max(sums + gathers - busy, 0.0), update
-    beside = busy * (1.0 if parallel.zero_stage == 2 else 2 / 3 / number) * parallel.overlap_grad_reduce
-    exposed = max(sums - beside, 0.0) + max(gathers - busy / 3 / number, 0.0)
-    return exposed, update
+    return exposed + max(gathers - busy / 3 / number, 0.0), update
 
 
 def updated_bytes(config: Config, optimizer: str) -> int:

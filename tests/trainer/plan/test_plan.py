@@ -4,18 +4,26 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from ckptkit import Coords
 from tests.support.printed import printed
-from tests.trainer.support.option_walk import choices_of_options, run_of
+from tests.trainer.support.option_walk import VALID, choices_of_options, run_of
 from tests.trainer.support.training import call, write_config, write_stores
+from threefold.options import FlagText
 from trainer.cli import main
+from trainer.config.resolve import layout_of, resolve
 from trainer.config.walk import load_config
+from trainer.model.table import local_runs, parameter_table
 from trainer.plan.rates import Rates
-from trainer.plan.search import best_plans
+from trainer.plan.search import CLOSE, best_plans
+from trainer.plan.step_time import group_places
+from trainer.plan.store_moves import store_moves
 from trainer.plan.trace import traced
 from trainer.plan.volumes import VolumeTable, tokens_of
+from trainer.plan.written import write_config as write_plan
 
 Capture = pytest.CaptureFixture[str]
 H100 = Rates.of_card("h100", network=50e9, node=8)
@@ -32,9 +40,43 @@ def test_a_plan_is_written_that_trains(tmp_path: Path, capsys: Capture) -> None:
     assert best["fits"]
     assert sum(best["time"].values()) == pytest.approx(best["seconds"])
     assert sum(best["memory"].values()) == best["bytes"]
-    assert all(best["seconds"] <= other["seconds"] for other in others)
+    assert all(best["seconds"] <= CLOSE * other["seconds"] for other in others)
     assert load_config(output).train.micro_batch_size == best["settings"]["train.micro_batch_size"]
     assert call("train", output, "--train-steps", 2) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_every_plan_is_a_configuration_that_starts(tmp_path: Path) -> None:
+    config, output = "examples/llama-3-8b.toml", str(tmp_path / "planned.toml")
+    run = run_of(config, model__vocab_size="128256", train__global_batch_size="1024")
+    kinds = set()
+    for gpus, objective in ((16, "time"), (16, "memory"), (512, "memory")):
+        for plan in best_plans(run, gpus, H100, objective):
+            write_plan(output, config, "", {}, run, plan)
+            started = load_config(output, {**VALID, "model.vocab_size": FlagText("128256", "")}, world_size=gpus)
+            assert started.parallel == replace(plan.config.parallel, dp=started.parallel.dp)
+            kinds |= {f"zero {started.parallel.zero_stage}", started.train.recompute}
+            kinds |= {"groups"} if started.parallel.dp_shard else set()
+    assert kinds >= {"zero 2", "zero 3", "none", "selective", "full", "groups"}
+
+
+@pytest.mark.usefixtures("leases_with_content")
+@pytest.mark.parametrize(("zero", "shard"), [(0, 0), (1, 0), (2, 0), (3, 0), (2, 2), (3, 2)])
+def test_weights_travel_as_in_the_run(zero: Literal[0, 1, 2, 3], shard: int) -> None:
+    run = run_of("examples/gpt-small.toml", model__num_layers="5", model__vocab_size="512")
+    parallel = replace(run.parallel, dp=4, zero_stage=zero, dp_shard=shard)
+    train = replace(run.train, micro_batch_size=1, global_batch_size=12)
+    config = resolve(replace(run, parallel=parallel, train=train), 4)
+    runs = local_runs(config, parameter_table(config), layout_of(config), Coords())
+    planned, real = Counter[str](), Counter[str]()
+    for move in store_moves(config, runs, group_places(config)):
+        planned[f"{move.kind} {move.group.rpartition('.')[2]}"] += round(move.num_bytes * move.times)
+    for known, count in traced(config, 0).moves.items():
+        if known.reason != "loss, norm and counts":
+            group = "shard" if zero > 1 and not shard and known.num_bytes > 1 << 17 else known.group
+            real[f"{known.kind} {group}"] += known.num_bytes * count
+    assert planned == real
 
 
 @pytest.mark.parametrize(
@@ -69,7 +111,7 @@ def test_more_memory_is_never_slower() -> None:
     few, many = (best_plans(run, 8, replace(H100, capacity=size), "time")[0] for size in (40e9, 141e9))
     assert few.fits
     assert few.memory.total <= 40e9
-    assert many.time.total <= few.time.total
+    assert many.time.total <= CLOSE * few.time.total
 
 
 @pytest.mark.slow
