@@ -88,8 +88,7 @@ class Rates:
         """Return the seconds of a call on ranks of which the first and the last are `span` ranks apart at most."""
         if num_ranks == 1 or not num_bytes:
             return 0.0
-        operation = OPERATIONS.get(kind, kind)
-        carried = num_bytes * bus_factor(operation, num_ranks)
+        operation, carried = OPERATIONS.get(kind, kind), self.carried_bytes(kind, num_bytes, num_ranks)
         if span > self.node:
             return carried / self.network
         if self.measured is not None and self._is_timed(kind):
@@ -99,6 +98,11 @@ class Rates:
             hint = "trainer launch --nproc-per-node 2 bench gpu --output calibration.json"
             raise UserError(text, hint=hint)
         return carried / self.link
+
+    @staticmethod
+    def carried_bytes(kind: str, num_bytes: float, num_ranks: int) -> float:
+        """Return what a link of the bus carries of a call."""
+        return num_bytes * bus_factor(OPERATIONS.get(kind, kind), num_ranks)
 
     def _is_timed(self, kind: str) -> bool:
         return self.measured is not None and self.measured.has("collective", OPERATIONS.get(kind, kind), "any")

@@ -16,7 +16,9 @@ from threefold.options import FlagText
 from trainer.cli import main
 from trainer.config.resolve import layout_of, resolve
 from trainer.config.walk import load_config
+from trainer.engine import DTYPES
 from trainer.model.table import local_runs, parameter_table
+from trainer.plan.axis_volumes import axis_volumes
 from trainer.plan.rates import Rates
 from trainer.plan.search import CLOSE, best_plans
 from trainer.plan.step_time import group_places
@@ -122,3 +124,67 @@ def test_every_choice_of_an_option_is_planned() -> None:
         assert best_plans(run, 1, H100, "time")[0].time.total > 0, name
         tried.append(name)
     assert len(set(tried)) > 30
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"parallel__tp": "2", "parallel__dp": "2", "parallel__zero_stage": "2"},
+        {"parallel__cp": "2", "parallel__dp": "4", "parallel__zero_stage": "1", "model__tie_embeddings": "true"},
+    ],
+)
+def test_an_axis_moves_what_the_run_does(flags: dict[str, str]) -> None:
+    flags = flags | {"model__num_layers": "3", "model__vocab_size": "512", "train__global_batch_size": "32"}
+    run = run_of("examples/gpt-small.toml", train__micro_batch_size="2", **flags)
+    world_size = run.parallel.tp * run.parallel.cp * run.parallel.dp
+    config = resolve(run, world_size)
+    planned = {axis.axis: axis.num_bytes for axis in axis_volumes(config, H100, VolumeTable().of(config))}
+    real = Counter[str]()
+    for call_made, number in traced(config, 0).moves.items():
+        if call_made.reason != "loss, norm and counts":
+            real[call_made.group.rpartition(".")[2]] += call_made.num_bytes * number
+    assert sum(planned.values()) == sum(real.values())
+    assert planned["tp" if run.parallel.tp > 1 else "cp"] == real["tp" if run.parallel.tp > 1 else "cp"]
+
+
+def test_what_a_pipeline_rank_sends_is_counted() -> None:
+    flags = {"parallel__pp": "2", "parallel__virtual_stages": "2", "model__num_layers": "4", "model__vocab_size": "512"}
+    config = resolve(run_of("examples/gpt-small.toml", **flags), 2)
+    (volume,) = axis_volumes(config, H100, VolumeTable().of(config))
+    sends = 3 * config.train.gradient_accumulation_steps  # of its two stages the last one sends nothing forward
+    tokens = config.train.micro_batch_size * config.train.seq_length
+    itemsize = DTYPES[config.train.precision].itemsize
+    assert (volume.axis, volume.num_bytes) == ("pp", sends * tokens * config.model.hidden_size * itemsize)
+    assert volume.bytes_per_s == pytest.approx(H100.link)
+
+
+def test_the_curve_of_more_gpus(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.png"
+    words = ["plan", "examples/gpt-small.toml", "--model.num-layers", "2", "--model.vocab-size", "512", "--gpus", "1"]
+    sizes = ["--global-batch-size", "8", "--scale", "7"]
+    code, out, err = printed(main, [*words, *sizes, "--json", "-", "--plot", str(picture)], capsys)
+    assert code == 0, err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    points = json.loads(out)
+    assert [(point["gpus"], point["batch"]) for point in points] == [(1, 8), (2, 8), (4, 8), (7, 8)]
+    assert points[0]["share"] == 1.0
+    assert points[2]["tokens_per_s"] > points[0]["tokens_per_s"]
+    assert "no layout of 7 GPUs" in points[3]["reason"]
+    code, out, err = printed(main, [*words, *sizes, "--scale-batch", "grown"], capsys)
+    assert (code, [line.split()[1] for line in out.splitlines()]) == (0, ["batch", "8", "16", "32", "56"])
+
+
+def test_a_curve_without_gpus_is_one_line(capsys: Capture) -> None:
+    code, out, err = printed(main, ["plan", "examples/gpt-small.toml", "--plot", "curve.png"], capsys)
+    assert (code, out) == (2, "")
+    assert "scale" in err
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("path", ["examples/llama-3-8b.toml", "examples/qwen3-30b-a3b.toml"])
+def test_no_plan_is_faster_than_its_bound(path: str) -> None:
+    run = run_of(path, model__vocab_size="128256", train__global_batch_size="256")
+    for plan in best_plans(run, 16, replace(H100, capacity=400e9), "memory"):
+        assert plan.time.total >= plan.candidate.bound, plan.candidate
