@@ -29,6 +29,7 @@ class Options:
     mib: tuple[float, ...] = option((1.0, 16.0, 256.0), "sizes of the tensors in MiB", metavar="A,B,...")
     repeats: int = option(10, "calls timed of each, of which the median counts", minimum=1)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA if a GPU is usable")
+    plot: str = option("", "of comm: draw bandwidths by size; needs threefold[plot]", metavar="FILE.png")
     seconds: float = option(60.0, "about how long the parts of gpu are timed", above=0)
     output: str = option("", "of gpu: write a calibration for `trainer plan --calibration`", metavar="FILE.json")
     timeout_s: float = option(300.0, "how long a rank waits for the others before it ends", above=0)
@@ -43,14 +44,20 @@ def run(options: Options) -> int:
     more ranks collectives of all of them."""
     if options.what == "gpu":
         return calibrate(options)
-    from trainer.run.bench_comm import bench_comm
+    from threefold.plot import require_plot, write_png
+    from trainer.run.bench_comm import bench_comm, figure_of
 
     if not options.mib or min(options.mib) <= 0:
         raise UserError(f"--mib has sizes above 0, got {','.join(map(str, options.mib)) or 'none'}", hint="--mib 1,16")
+    if options.plot:
+        require_plot(options.plot)
     cuts = options.tp, options.cp, options.pp
     rows = bench_comm(options.device, cuts, options.dp_shard, options.mib, options.repeats, options.timeout_s)
     if not is_first_rank():
         return EXIT_OK
+    if options.plot:
+        write_png(options.plot, figure_of(rows))
+        log(f"wrote {options.plot}")
     if options.json:
         print_json([{**asdict(row), "bus_bytes_per_s": row.bus_bytes_per_s} for row in rows])
         return EXIT_OK

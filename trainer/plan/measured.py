@@ -38,6 +38,7 @@ def measure(ranks: Ranks, seconds: float, say: Callable[[str], None], scale: Sca
     scale = scale or (OF_GPU if on_gpu else OF_CPU)
     capacity = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_bytes()
     known, figures = working(list(probes(device, capacity, scale)), device, say), list[PartRate]()
+    host = launch_s(device), host_s(device)
     times = timed(known, device, seconds)
     for number, probe in enumerate(known):
         for way, work in probe.work.items():
@@ -51,7 +52,7 @@ def measure(ranks: Ranks, seconds: float, say: Callable[[str], None], scale: Sca
     name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
     versions = {"threefold": __version__, "torch": torch.__version__, "python": platform.python_version()}
     versions |= {"cuda": str(torch.version.cuda)} if on_gpu else {}
-    return Calibration(name, versions, float(capacity), launch_s(device), host_s(device), tuple(figures))
+    return Calibration(name, versions, float(capacity), *host, tuple(figures))
 
 
 def working(known: list[Probe], device: torch.device, say: Callable[[str], None]) -> list[Probe]:
