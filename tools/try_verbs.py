@@ -81,6 +81,8 @@ trainer watch trained
 trainer verify run.toml --seconds 1e-6 --allow-partial
 trainer verify run.toml --html card.html
 trainer plan run.toml --gpus 2
+trainer bench gpu --device cpu --seconds 0.1 --output card.json
+trainer plan run.toml --gpus 1 --fixed --calibration card.json
 trainer explain run.toml --layout dp2
 trainer explain run.toml --html explained.html
 trainer generate trained --prompt x

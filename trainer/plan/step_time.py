@@ -8,37 +8,25 @@ stage. Parts add up to the step.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-
-import numpy as np
+from itertools import product
 
 from ckptkit import Coords
 from trainer.config import Config
-from trainer.config.resolve import (
-    has_experts,
-    keeps_gathered,
-    kv_replicas,
-    layer_windows,
-    layout_of,
-    longest_row,
-    schedule_of,
-)
+from trainer.config.resolve import kv_replicas, layout_of, schedule_of
 from trainer.engine import DTYPES
-from trainer.mesh.layout import GROUPS, groups_needed
-from trainer.model.flops import layer_attention, layers_and_head_flops
-from trainer.model.recompute import Recompute
-from trainer.model.stages import stage_ranges
+from trainer.mesh.layout import groups_needed
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import Action
 from trainer.pipeline.schedules import all_actions
 from trainer.pipeline.simulate import simulate
-from trainer.plan.rates import CALL_S, LAUNCH_S, Rates
+from trainer.plan.passes import Pass, stage_passes
+from trainer.plan.rates import Rates
+from trainer.plan.store_moves import NAMES, store_moves
 from trainer.plan.trace import Move
 from trainer.plan.volumes import Volumes
 from trainer.run.activations import Sizes
-
-KERNELS = {"F": 16, "B": 28}  # that the passes of a layer start, about
-STATE_BYTES = 30  # of an element that an update reads and writes: gradient, moments, master and weight
+from trainer.store.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +47,18 @@ class StepTime:
         return sum(asdict(self).values())
 
 
-@dataclass(slots=True)
-class Pass:
-    """Seconds of one pass of a micro-batch through a stage."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    other: float = 0.0
-    transfers: float = 0.0
-    kernels: int = 0
-
-    @property
-    def total(self) -> float:
-        """Return the seconds of the pass, in which the host may be what is slow."""
-        return max(self.products + self.attention + self.other + self.transfers, self.kernels * LAUNCH_S)
-
-
 def step_time(config: Config, rates: Rates, volumes: Volumes) -> StepTime:
     """Return the time of a step of a resolved run."""
     number, pp = config.train.gradient_accumulation_steps, config.parallel.pp
-    passes = stage_passes(config, rates, volumes)
+    transfers = {"layer": moves_s(config, rates, volumes.layer), "ends": moves_s(config, rates, volumes.ends)}
+    passes = stage_passes(config, rates, transfers)
     stages_of = [range(rank, layout_of(config).num_stages, pp) for rank in range(pp)]
     busy = [sum(passes[kind, stage].total for kind in "FB" for stage in stages) for stages in stages_of]
     slowest = max(range(pp), key=busy.__getitem__)
     own = [passes[kind, stage] for kind in "FB" for stage in stages_of[slowest]]
     pipeline = pipeline_s(config, rates, passes, busy[slowest])
     sums, update = store_s(config, rates, slowest, busy[slowest] * number)
-    computed = sum(
-        stage_pass.products + stage_pass.attention + stage_pass.other + stage_pass.transfers for stage_pass in own
-    )
+    computed = sum(stage_pass.computed for stage_pass in own)
     return StepTime(
         products=number * sum(stage_pass.products for stage_pass in own),
         attention=number * sum(stage_pass.attention for stage_pass in own),
@@ -111,7 +82,7 @@ def pipeline_s(config: Config, rates: Rates, passes: Mapping[tuple[str, int], Pa
     schedule = all_actions(schedule_of(config), parallel.pp, few, parallel.virtual_stages)
     stream = Sizes.of(config).stream
     span = layout_of(config).world_size // parallel.pp
-    transfer = CALL_S + rates.collective_s("send", stream, 2, span + 1)
+    transfer = rates.call_s("send", stream, 2, span + 1)
     has_w = any(action.kind == "W" for row in schedule for action in row)
 
     def cost(action: Action) -> float:
@@ -119,70 +90,16 @@ def pipeline_s(config: Config, rates: Rates, passes: Mapping[tuple[str, int], Pa
             return transfer
         if action.kind == "F":
             return passes["F", action.stage].total
-        weights = passes["F", action.stage].products if has_w else 0.0
+        weights = passes["B", action.stage].weights if has_w else 0.0
         return weights if action.kind == "W" else passes["B", action.stage].total - weights
 
     return simulate(schedule, cost).duration + (number - few) * busy
 
 
-def stage_passes(config: Config, rates: Rates, volumes: Volumes) -> dict[tuple[str, int], Pass]:
-    """Return the times of the passes of each stage."""
-    table, layout, model = parameter_table(config), layout_of(config), config.model
-    layers, head = layers_and_head_flops(config, table)
-    length, windows = np.array([longest_row(config)]), layer_windows(config)
-    tokens = config.train.micro_batch_size * longest_row(config) / (layout.tp * layout.cp)
-    sizes = {kind: Sizes.of(config, experts=kind) for kind in (False, True)}
-    of_layer, of_ends = (moves_s(config, rates, moves) for moves in (volumes.layer, volumes.ends))
-    passes: dict[tuple[str, int], Pass] = {}
-    for stage, numbers in enumerate(stage_ranges(config, table, layout.num_stages)):
-        forward, backward = Pass(kernels=4), Pass(kernels=4)
-        for place, layer in enumerate(numbers):
-            attention = layer_attention(config, length, windows[layer])
-            products_s = (layers[layer] - attention) * tokens / 3 / rates.flops
-            attention_s = attention * tokens / 6 / rates.flops  # a causal mask leaves half
-            other_s = moved_bytes(sizes[has_experts(model, layer)]) / rates.memory
-            again = Recompute.of_layer(config.train, place)
-            share = 1.0 if again.is_full else 0.45 * ("mlp" in again.modules) + 0.3 * ("attention" in again.modules)
-            makes_attention = (again.is_full and not again.keeps_attention) or "attention" in again.modules
-            add(forward, products_s, attention_s, other_s, of_layer / 3, KERNELS["F"])
-            kernels = KERNELS["B"] + KERNELS["F"] * again.is_full
-            add(
-                backward,
-                products_s * (2 + share),
-                attention_s * (2.5 + makes_attention),
-                other_s * (2 + share),
-                of_layer * 2 / 3,
-                kernels,
-            )
-        if stage == layout.num_stages - 1:
-            logits_s, head_s = 4 * sizes[False].logits / rates.memory, head * tokens / 3 / rates.flops
-            add(forward, head_s, 0.0, logits_s, of_ends / 3, 8)
-            add(backward, 2 * head_s, 0.0, logits_s, of_ends * 2 / 3, 8)
-        passes["F", stage], passes["B", stage] = forward, backward
-    return passes
-
-
-def add(own: Pass, products: float, attention: float, other: float, transfers: float, kernels: int) -> None:
-    """Add times to those of a pass."""
-    own.products += products
-    own.attention += attention
-    own.other += other
-    own.transfers += transfers
-    own.kernels += kernels
-
-
-def moved_bytes(sizes: Sizes) -> int:
-    """Return what the kernels of a layer's forward beside products and attention read and write."""
-    return 8 * sizes.stream + 2 * sizes.heads + sizes.packed + sizes.product + 3 * sizes.rows
-
-
 def moves_s(config: Config, rates: Rates, moves: Counter[Move]) -> float:
     """Return how long calls take, one after the other."""
     places = group_places(config)
-    return sum(
-        count * (CALL_S + rates.collective_s(move.kind, move.num_bytes, *places[move.group]))
-        for move, count in moves.items()
-    )
+    return sum(count * rates.call_s(move.kind, move.num_bytes, *places[move.group]) for move, count in moves.items())
 
 
 def group_places(config: Config) -> dict[str, tuple[int, int]]:
@@ -193,23 +110,35 @@ def group_places(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def store_s(config: Config, rates: Rates, pp: int, busy: float) -> tuple[float, float]:
-    """Return the exposed seconds of sums and gathers of weights of a rank, and those of its update."""
-    parallel, layout = config.parallel, layout_of(config)
-    dtype = DTYPES[config.train.precision]
-    wide, places = wide_dtype(dtype), group_places(config)
-    names = {axes: name for name, axes in GROUPS.items()}
-    number, sums, gathers, owned = config.train.gradient_accumulation_steps, 0.0, 0.0, 0.0
-    for run in local_runs(config, parameter_table(config), layout, Coords(pp=pp)):
-        place = places[names[run.holders]]
-        times = number if parallel.zero_stage >= 2 else 1
-        width = dtype.itemsize if parallel.grad_reduce == "bf16" else wide.itemsize
-        kind = "reduce_scatter" if parallel.zero_stage else "all_reduce"
-        sums += times * rates.collective_s(kind, run.numel * width, *place)
-        passes = 1 if parallel.zero_stage < 3 or keeps_gathered(config) else 2 * number
-        gathers += passes * rates.collective_s("all_gather", run.numel * dtype.itemsize, *place)
-        owned += run.numel / (place[0] if parallel.zero_stage else 1)
-    if parallel.zero_stage == 3:  # all beside passes, on the same links
-        return max(sums + gathers - busy, 0.0), owned * STATE_BYTES / rates.memory
-    beside = busy * (1.0 if parallel.zero_stage == 2 else 2 / 3 / number) * parallel.overlap_grad_reduce
-    exposed = max(sums - beside, 0.0) + max(gathers - busy / 3 / number, 0.0)
-    return exposed, owned * STATE_BYTES / rates.memory
+    """Return the exposed seconds of sums and gathers of weights of a rank, and those of its update.
+
+    What travels for each micro-batch is beside all passes, what travels once a step beside those of one micro-batch.
+    """
+    parallel, places = config.parallel, group_places(config)
+    number, dtype = config.train.gradient_accumulation_steps, DTYPES[config.train.precision]
+    read = updated = 0.0
+    runs = local_runs(config, parameter_table(config), layout_of(config), Coords(pp=pp))
+    for run in runs:
+        owned = run.numel / (places[NAMES[run.holders]][0] if parallel.zero_stage else 1)
+        read += owned * wide_dtype(dtype).itemsize
+        updated += owned * updated_bytes(config, run.optimizer)
+    seconds = dict.fromkeys(product((True, False), repeat=2), 0.0)
+    for move in store_moves(config, runs, places):
+        times = move.times * rates.collective_s(move.kind, move.num_bytes, *places[move.group])
+        seconds[move.is_of_pass, move.kind == "all_gather"] += times
+    of_passes, sums, gathers = seconds[True, False] + seconds[True, True], seconds[False, False], seconds[False, True]
+    overlaps = parallel.overlap_grad_reduce
+    exposed = max(of_passes - busy * overlaps, 0.0) + max(sums - busy * overlaps * 2 / 3 / number, 0.0)
+    update = rates.kernel_s("norms", "forward", read) + rates.kernel_s("update", "forward", updated)
+    return exposed + max(gathers - busy / 3 / number, 0.0), update
+
+
+def updated_bytes(config: Config, optimizer: str) -> int:
+    """Return what an update reads and writes of an element: its gradient, states, master and weight."""
+    optim, dtype = config.optim, DTYPES[config.train.precision]
+    wide = wide_dtype(dtype).itemsize
+    states = len(OPTIMIZERS[optimizer].states) * (2 if optim.moments == "bf16" else wide)
+    if wide == dtype.itemsize:
+        return wide + 2 * (states + wide)
+    kept = 2 * (2 + dtype.itemsize) if optim.master == "split" else 2 * wide + dtype.itemsize
+    return wide + 2 * states + kept

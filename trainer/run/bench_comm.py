@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -69,11 +70,16 @@ def bench_comm(
             text = f"--dp-shard {dp_shard} does not divide the {layout.dp} ranks of dp"
             raise UserError(text, hint=f"trainer launch --nproc-per-node {ranks.world_size} bench comm --dp-shard 1")
         mesh = ProcessMesh(layout, ranks.rank, ranks.device, timeout_s=timeout_s, dp_shard=dp_shard)
-        rows = []
-        for num_bytes in (int(size * 2**20) for size in sizes):
-            for num_ranks, group, operation, call in calls(mesh, num_bytes):
-                rows.append(Row(group, num_ranks, operation, num_bytes, timed(ranks, call, repeats)))
-        return rows
+        return rows_of_groups(ranks, mesh, sizes, repeats)
+
+
+def rows_of_groups(ranks: Ranks, mesh: ProcessMesh, sizes: Sequence[float], repeats: int) -> list[Row]:
+    """Return a row for each group of two or more ranks, each operation and each of the sizes in MiB."""
+    return [
+        Row(group, num_ranks, operation, num_bytes, timed(ranks, call, repeats))
+        for num_bytes in (int(size * 2**20) for size in sizes)
+        for num_ranks, group, operation, call in calls(mesh, num_bytes)
+    ]
 
 
 def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callable[[], object]]]:
@@ -119,3 +125,21 @@ def timed(ranks: Ranks, call: Callable[[], object], repeats: int) -> float:
         call()
         seconds.append(Moment(ranks.device).seconds_since(begin))
     return statistics.median(ranks.maximum(seconds)[WARM_UPS:])
+
+
+def figure_of(rows: Sequence[Row]) -> Any:
+    """Return a matplotlib figure of the bus bandwidths by size: a panel a group, a line an operation."""
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys((row.group, row.num_ranks) for row in rows))
+    figure = Figure(figsize=(4.5 * len(groups), 4), layout="constrained")
+    for axes, (group, num_ranks) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
+        own = [row for row in rows if row.group == group]
+        for operation in dict.fromkeys(row.operation for row in own):
+            some = sorted((row for row in own if row.operation == operation), key=lambda row: row.num_bytes)
+            sizes = [row.num_bytes / 2**20 for row in some]
+            axes.plot(sizes, [row.bus_bytes_per_s / 1e9 for row in some], "o-", label=operation)
+        axes.set(title=f"{group}, {num_ranks} ranks", xscale="log", xlabel="MiB", ylabel="bus GB/s", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure

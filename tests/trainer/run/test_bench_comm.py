@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.training import call
 from trainer.mesh.mesh import ProcessMesh
-from trainer.run.bench_comm import Row, bus_factor, calls
+from trainer.run.bench_comm import Row, bus_factor, calls, figure_of
 from trainer.run.stage_times import Nobody
 
 OF_GROUPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -40,15 +41,26 @@ def bench(*flags: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_every_group_of_a_layout_is_timed() -> None:
-    done = bench("--cp", 2, "--pp", 2, "--mib", "0.1,1", "--repeats", 2, "--json")
+def test_every_group_of_a_layout_is_timed(tmp_path: Path) -> None:
+    picture = tmp_path / "comm.png"
+    done = bench("--cp", 2, "--pp", 2, "--mib", "0.1,1", "--repeats", 2, "--json", "--plot", picture)
     assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(done.stdout)
     found = [(row["group"], row["num_ranks"], row["operation"]) for row in rows]
     of_groups = [(group, size, name) for group, size in (("cp", 2), ("world", 4)) for name in OF_GROUPS]
     assert found == [*of_groups, ("pp", 2, "send")] * 2
     assert {row["num_bytes"] for row in rows} == {104857, 1048576}
     assert all(row["seconds"] > 0 and row["bus_bytes_per_s"] > 0 for row in rows)
+
+
+def test_a_panel_has_a_group_and_a_line_an_operation() -> None:
+    pytest.importorskip("matplotlib")
+    rows = [Row("dp", 2, "all_reduce", size, 0.5) for size in (2**21, 2**20)] + [Row("tp", 4, "broadcast", 2**20, 1.0)]
+    panels = figure_of(rows).axes
+    assert [panel.get_title() for panel in panels] == ["dp, 2 ranks", "tp, 4 ranks"]
+    assert [line.get_label() for line in panels[0].lines] == ["all_reduce"]
+    assert list(panels[0].lines[0].get_xdata()) == [1, 2]
 
 
 def test_shard_groups_and_their_replicas_are_timed() -> None:

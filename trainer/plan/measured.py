@@ -1,0 +1,122 @@
+"""What `trainer bench gpu` measures: rounds over all probes, so that each is timed between the others, as in a step.
+
+A GPU under load has less power for each product than one that rests, and what a kernel reads is not in a cache: rounds
+see to both. The host enqueues a round and waits at its end. The first round is not counted, a figure is the median of
+the others. What fails on a device, such as products in eight bits, is left out and said.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from ckptkit import ParallelLayout
+from threefold import __version__
+from trainer.config import Config, ModelConfig, TrainConfig
+from trainer.config.resolve import resolve
+from trainer.job.ranks import Ranks
+from trainer.mesh.clock import Moment
+from trainer.mesh.mesh import ProcessMesh
+from trainer.plan.calibration import Calibration, PartRate
+from trainer.plan.probes import OF_CPU, OF_GPU, Probe, Scale, probes
+from trainer.run.bench_comm import rows_of_groups
+from trainer.run.stage_times import stage_times
+
+LAUNCHES, REPEATS, FEW_LAYERS, MORE_LAYERS = 2000, 10, 2, 10
+COLLECTIVE_MIB = (0.0625, 1.0, 16.0, 128.0)
+
+
+def measure(ranks: Ranks, seconds: float, say: Callable[[str], None], scale: Scale | None = None) -> Calibration:
+    """Return the calibration of this rank's device; all ranks call it, and take about so many seconds."""
+    device, on_gpu = ranks.device, ranks.device.type == "cuda"
+    scale = scale or (OF_GPU if on_gpu else OF_CPU)
+    capacity = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_bytes()
+    known, figures = working(list(probes(device, capacity, scale)), device, say), list[PartRate]()
+    host = launch_s(device), host_s(device)
+    times = timed(known, device, seconds)
+    for number, probe in enumerate(known):
+        for way, work in probe.work.items():
+            figures.append(PartRate(probe.part, way, probe.dtype, probe.place, work, times[number, way]))
+    if ranks.world_size > 1:
+        mesh = ProcessMesh(ParallelLayout(dp=ranks.world_size), ranks.rank, device, timeout_s=seconds + 300)
+        for row in rows_of_groups(ranks, mesh, COLLECTIVE_MIB, REPEATS):
+            place = float(row.num_bytes), float(row.num_ranks)
+            carried = row.bus_bytes_per_s * row.seconds
+            figures.append(PartRate("collective", row.operation, "any", place, carried, row.seconds))
+    name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    versions = {"threefold": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions |= {"cuda": str(torch.version.cuda)} if on_gpu else {}
+    return Calibration(name, versions, float(capacity), *host, tuple(figures))
+
+
+def working(known: list[Probe], device: torch.device, say: Callable[[str], None]) -> list[Probe]:
+    """Return the probes that run here, and say why others do not."""
+    working, left = list[Probe](), dict[tuple[str, str], list[str]]()
+    for probe in known:
+        try:
+            for _ in probe.run():
+                Moment(device).wait()
+            working.append(probe)
+        except Exception as error:  # e.g. a format that the device lacks, or no memory
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            left.setdefault((probe.part, probe.dtype), []).append(reason[0])
+    for (part, dtype), reasons in left.items():
+        say(f"{len(reasons)} of {part} in {dtype} left out: {reasons[0]}")
+    return working
+
+
+def timed(known: list[Probe], device: torch.device, seconds: float) -> dict[tuple[int, str], float]:
+    """Return the median seconds of each pass of each probe."""
+    by_pass: dict[tuple[int, str], list[float]] = defaultdict(list)
+    end, is_warm = time.monotonic() + seconds, False
+    while not by_pass or time.monotonic() < end:
+        moments = []
+        for probe in known:
+            passes = probe.run()
+            moments.append([Moment(device) for _ in passes])
+        for number, (probe, marks) in enumerate(zip(known, moments, strict=True)):
+            for way, (begin, after) in zip(probe.work, pairwise(marks), strict=True):
+                if is_warm:
+                    by_pass[number, way].append(after.seconds_since(begin))
+        for marks in moments:
+            marks[-1].wait()
+        is_warm = True
+    return {key: max(statistics.median(spans), 1e-9) for key, spans in by_pass.items()}
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def launch_s(device: torch.device) -> float:
+    """Return what the host takes to start a small kernel."""
+    number = torch.zeros(1, device=device)
+    for _ in range(LAUNCHES):
+        number.add_(1)
+    Moment(device).wait()
+    begin = time.perf_counter()
+    for _ in range(LAUNCHES):
+        number.add_(1)
+    return (time.perf_counter() - begin) / LAUNCHES
+
+
+def host_s(device: torch.device) -> dict[str, float]:
+    """Return what the host takes for the passes F and B of a layer, whose arithmetic takes next to nothing."""
+    on_gpu = device.type == "cuda"
+    model = ModelConfig(hidden_size=128, num_heads=2, num_layers=FEW_LAYERS, vocab_size=128)
+    train = TrainConfig(seq_length=16, micro_batch_size=1, global_batch_size=1, deterministic=True)
+    train = replace(train, precision="bf16" if on_gpu else "fp32", device="cuda" if on_gpu else "cpu")
+    few = resolve(Config(model=model, train=train), 1)
+    many = replace(few, model=replace(few.model, num_layers=MORE_LAYERS))
+    one, other = (stage_times(config, device) for config in (few, many))
+    between = MORE_LAYERS - FEW_LAYERS
+    forward = (other["F", 0] - one["F", 0]) / between
+    backward = sum(other[kind, 0] - one[kind, 0] for kind in "BW") / between
+    return {"F": max(forward, 1e-6), "B": max(backward, 1e-6)}
