@@ -1,8 +1,9 @@
 """Probes: the trainer's own ops on tensors of this device, pass by pass, at the places that a calibration has.
 
 A probe is a generator: it makes ready what its passes overwrite up to its first yield, and does one pass before each
-further one. Factors of products are views of a few buffers that all share, so that many fit, and nothing stays in a
-cache from one probe to the next.
+further one. After its first run it waits for nothing and copies nothing from the host: that waits for the device, and
+then short passes take as long as the host does. Factors of products are views of a few buffers that all share, so that
+many fit, and nothing stays in a cache from one probe to the next.
 """
 
 import math
@@ -88,6 +89,7 @@ class Buffers:
     def __init__(self, device: torch.device, capacity: float) -> None:
         self.device, self.capacity = device, capacity
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._tables: dict[tuple[torch.dtype, int], IntervalTable] = {}
 
     def take(self, use: str, dtype: torch.dtype, *shape: int) -> Tensor:
         """Return a part of one in a shape."""
@@ -96,6 +98,17 @@ class Buffers:
             self._flat.pop(key, None)
             self._flat[key] = torch.randn(size, device=self.device, dtype=dtype)
         return self._flat[key][:size].view(shape)
+
+    def table(self, dtype: torch.dtype, number: int) -> IntervalTable:
+        """Return a part of a parameter as the optimizer walks it; the same one each time."""
+        if (dtype, number) not in self._tables:
+            gradient, average, squared, master = (
+                self.take(use, torch.float32, number) for use in ("gradient", "exp_avg", "exp_avg_sq", "master")
+            )
+            published = self.take("weight", dtype, number) if dtype != torch.float32 else None
+            part = Interval(gradient, average, squared.abs_(), master, published, decays=True, row=0)
+            self._tables[dtype, number] = IntervalTable([part])
+        return self._tables[dtype, number]
 
     def holds(self, num_bytes: float) -> bool:
         """Return whether a probe may take so much."""
@@ -246,8 +259,8 @@ def activations(
 
 def loss(buffers: Buffers, dtype: torch.dtype, *, rows: int, width: int) -> Iterator[None]:
     """Sum over the logits, and write their gradient over them."""
-    logits, labels = buffers.take("dy", dtype, rows, width).clone(), torch.zeros(rows, dtype=torch.int64)
-    labels, part = labels.to(buffers.device), VocabularyPart(0, width)
+    logits = buffers.take("dy", dtype, rows, width).clone()
+    labels, part = torch.zeros(rows, dtype=torch.int64, device=buffers.device), VocabularyPart(0, width)
     yield
     sums = row_sums(logits, labels, part)
     yield
@@ -277,7 +290,7 @@ def biases(buffers: Buffers, dtype: torch.dtype, *, rows: int, width: int) -> It
 def updates(buffers: Buffers, dtype: torch.dtype, *, number: int) -> Iterator[None]:
     """Take one step of AdamW with masters in fp32."""
     factor, is_bad = torch.ones((), device=buffers.device), torch.zeros((), device=buffers.device)
-    table = IntervalTable([interval(buffers, dtype, number)])
+    table = buffers.table(dtype, number)
     yield
     table.adamw(OptimConfig(), 1e-9, 1000, factor=factor, is_bad=is_bad)
     yield
@@ -285,17 +298,7 @@ def updates(buffers: Buffers, dtype: torch.dtype, *, number: int) -> Iterator[No
 
 def squares(buffers: Buffers, dtype: torch.dtype, *, number: int) -> Iterator[None]:
     """Sum the squares of a gradient."""
-    table, out = IntervalTable([interval(buffers, dtype, number)]), torch.zeros(1, dtype=torch.float64)
-    out = out.to(buffers.device)
+    table, out = buffers.table(dtype, number), torch.zeros(1, dtype=torch.float64, device=buffers.device)
     yield
     table.write_squared_norms(out)
     yield
-
-
-def interval(buffers: Buffers, dtype: torch.dtype, number: int) -> Interval:
-    """Return a part of a parameter, whose squares are not below 0."""
-    gradient, average, squared, master = (
-        buffers.take(use, torch.float32, number) for use in ("gradient", "exp_avg", "exp_avg_sq", "master")
-    )
-    published = buffers.take("weight", dtype, number) if dtype != torch.float32 else None
-    return Interval(gradient, average, squared.abs_(), master, published, decays=True, row=0)

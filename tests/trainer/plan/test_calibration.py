@@ -97,6 +97,20 @@ def test_each_part_runs_and_what_does_not_is_left_out(tmp_path: Path) -> None:
     assert {probe.part for probe in known} == {"product", "attention", *KERNEL_PARTS}
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_round_on_a_gpu_waits_for_nothing() -> None:
+    device = torch.device("cuda", 0)
+    known = working(list(probes(device, 1e9, TINY)), device, lambda text: None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for probe in known:
+            for _ in probe.run():
+                pass
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_part_too_large_for_the_device_is_not_tried() -> None:
     parts = [{probe.part for probe in probes(torch.device("cpu"), size, TINY)} for size in (1e9, 1e3)]
     assert parts[0] - parts[1] == {"product"}
