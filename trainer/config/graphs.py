@@ -17,7 +17,11 @@ def graph_faults(config: Config) -> Iterator[Fault]:
         "model.num_experts": ("repeats steps whose rows do not fit", model.num_experts > 0),
         "parallel.cp": ("exchanges keys in each attention, which no graph has", config.parallel.cp > 1),
         "data.document_mask": ("has other bounds in each step", data.document_mask),
-        "data.mixture": ("has rows of several lengths, and a graph has one", len(set(row_lengths(config))) > 1),
+        "data.packing": ("puts documents in rows, with other bounds in each step", data.packing != "concat"),
+        "data.mixture": (
+            "has rows of several lengths, or documents that attention does not cross, and a graph is of one kind",
+            len(set(row_lengths(config))) > 1 or any(each.mask_documents for each in data.mixture),
+        ),
         "fp8.stats_interval": ("counts values in some steps alone", config.fp8.stats_interval > 0),
         "profile.nvtx": ("marks passes and layers, of which a graph has no ranges", config.profile.nvtx),
     }

@@ -58,7 +58,7 @@ class PassGraph:
     def run(self, step: int, batch: Batch, scale: Scale) -> Results:
         """Return what the passes return; the next run writes over it."""
         self._num_runs += 1
-        if self._num_runs <= WARM_UP_STEPS:
+        if self._num_runs <= WARM_UP_STEPS or batch.documents is not None:  # their bounds have no size that stays
             return self._passes(step, batch, scale)
         inputs = batch.tokens, batch.labels, batch.positions, batch.loss_mask, scale()
         if self._capture is None or batch.tokens.shape != self._shape:

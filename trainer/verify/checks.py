@@ -20,6 +20,7 @@ from threefold.storage import open_storage
 from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of
 from trainer.data import to_device
+from trainer.pipeline.graph import WARM_UP_STEPS
 from trainer.verify import plain_model
 from trainer.verify.bench import NUM_STEPS, SAVED_AT, Bench, alone_of, nothing_again
 from trainer.verify.compare import (
@@ -158,6 +159,18 @@ def schedules(bench: Bench) -> Figure:
     for other in others:
         compare_bits(few, try_steps(other, bench.stream, SAVED_AT), _named(config, other))
     return Figure(f"{len(others)} others", "equal bits")
+
+
+def one_graph(bench: Bench) -> Figure:
+    """Compare passes that are recorded, and run again with other batches, with passes of each step, bit by bit."""
+    if not bench.run.train.cuda_graphs:
+        raise NotNeeded("the run records no passes")
+    as_run, recorded = (
+        try_steps(replace(bench.config, train=replace(bench.config.train, cuda_graphs=is_so)), bench.stream, NUM_STEPS)
+        for is_so in (False, True)
+    )
+    compare_bits(as_run, recorded, "train.cuda_graphs true")
+    return Figure(f"{NUM_STEPS - WARM_UP_STEPS} recorded steps", "equal bits")
 
 
 def _named(config: Config, other: Config) -> str:
@@ -306,6 +319,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "precision of the run": run_precision,
     "products in eight bits": eight_bits,
     "schedule, recompute, overlap": schedules,
+    "passes as one graph": one_graph,
     "the run's newest step": newest_step,
 }
 

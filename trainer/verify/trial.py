@@ -29,6 +29,7 @@ from trainer.model.microbatch import Batch
 from trainer.verdict import Outcome, StepStats
 from trainer.verify.host_waits import no_host_waits
 from trainer.verify.recording import Call, Recording
+from trainer.verify.replay import record_passes
 from trainer.verify.threads import Threads, run_threads
 from trainer.verify.whole import assembled, copied
 
@@ -185,6 +186,8 @@ def made_engine(rank: int, config: Config, network: Network) -> Engine:
     torch.autograd.set_multithreading_enabled(False)
     engine = Engine(config, mesh_of(config, rank, CPU, network=network))
     engine.initialise()
+    if config.train.cuda_graphs:
+        record_passes(engine)
     return engine
 
 

@@ -1,7 +1,4 @@
-"""The passes of a step as one graph: the bits of passes that are enqueued one by one, whatever comes between steps.
-
-On a CPU what would be launched is run again on the tensors that were recorded, which are what it may read.
-"""
+"""The passes of a step as one graph: the bits of passes that are enqueued one by one, whatever comes between steps."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,21 +17,11 @@ from trainer.engine import Engine
 from trainer.pipeline import graph
 from trainer.pipeline.graph import Capture, PassGraph, Results, record_on_gpu
 from trainer.store.store import ParameterStore
+from trainer.verify.replay import run_again
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 NUM_STEPS = 6
 NAMES = ("tokens", "labels", "positions", "loss_mask")  # of a batch's tensors
-
-
-def run_again(run: Callable[[], Results]) -> Capture:
-    """Stand in for a recording."""
-    places = run()
-
-    def launch() -> None:
-        for place, result in zip(places, run(), strict=True):
-            place.copy_(result)
-
-    return Capture(launch, places)
 
 
 def plain(name: str = "llama", *, device: str = "cpu", precision: str = "fp64", **train: Any) -> Config:
@@ -102,6 +89,7 @@ def test_other_rows_are_recorded_again() -> None:
     [
         ({"model": {"dropout": 0.1}}, "model.dropout drops by the number of a step"),
         ({"data": {"document_mask": True}}, "data.document_mask has other bounds in each step"),
+        ({"data": {"packing": "pad"}}, "data.packing puts documents in rows"),
         ({"profile": {"nvtx": True}}, "profile.nvtx marks passes and layers"),
     ],
 )

@@ -21,7 +21,7 @@ SAMPLES, COLLECTIVES, PLAIN = "samples of each step", "order of collectives", "o
 LOSSES, WEIGHTS = "losses, norms, evaluation", "weights and moments"
 RESUME, ANOTHER_LAYOUT, RESHARD = "resume, the same layout", "resume, one process", "save and reshard"
 WAITS, PRECISION, EIGHT_BITS = "no wait of the host", "precision of the run", "products in eight bits"
-SCHEDULES, INITIAL = "schedule, recompute, overlap", "initial values"
+SCHEDULES, INITIAL, GRAPHS = "schedule, recompute, overlap", "initial values", "passes as one graph"
 
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2,

@@ -10,6 +10,7 @@ from trainer.verify.faults.eight_bits import EIGHT_BIT_FAULTS
 from trainer.verify.faults.experts import EXPERT_FAULTS
 from trainer.verify.faults.fault import Fault
 from trainer.verify.faults.gradients import GRADIENT_FAULTS
+from trainer.verify.faults.graphs import GRAPH_FAULTS
 from trainer.verify.faults.holders import HOLDER_FAULTS, REPLICA_FAULTS
 from trainer.verify.faults.initial import INITIAL_FAULTS
 from trainer.verify.faults.leases import LEASE_FAULTS
@@ -35,6 +36,7 @@ _ALL = (
     *CONTEXT_FAULTS,
     *STAGE_FAULTS,
     *PASS_FAULTS,
+    *GRAPH_FAULTS,
     *HOLDER_FAULTS,
     *REPLICA_FAULTS,
     *LEASE_FAULTS,
