@@ -37,6 +37,29 @@ class BareAction(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class ShortAction(argparse.Action):
+    """A flag that is short for a value of an option; another one for another value of it is a usage fault."""
+
+    def __init__(self, *, const: str, **described: Any) -> None:
+        """Take the value."""
+        super().__init__(nargs=0, const=const, **described)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        _values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """Keep the value, and which flag it came by."""
+        key = f"short for {self.dest}"
+        before, value = getattr(namespace, key, (option_string, self.const))
+        if value != self.const:
+            parser.error(f"{before} and {option_string} are two values of --{self.dest.removeprefix(PREFIX)}")
+        setattr(namespace, key, (option_string, self.const))
+        setattr(namespace, self.dest, self.const)
+
+
 def settings(cls: type, *, hidden: str = "", foreign: Callable[..., Any] | None = None) -> Any:
     """Return a field of a verb's options that gets what is given of a configuration's flags.
 
@@ -149,7 +172,7 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, is_shown: bool =
         )
         for flag, value in described.shorthands.items():
             text = f"short for {leaf.flag} {value}" if is_shown else argparse.SUPPRESS
-            groups[table].add_argument(flag, action="store_const", const=value, help=text, **word)
+            groups[table].add_argument(flag, action=ShortAction, const=value, help=text, **word)
         for flag, factor in described.scaled.items():
             text = f"{leaf.flag} in units of {factor:g}" if is_shown else argparse.SUPPRESS
             groups[table].add_argument(

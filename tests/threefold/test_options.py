@@ -66,6 +66,22 @@ def test_each_text_of_a_flag_is_a_table_of_the_array() -> None:
     assert "--data.sources KEY=VALUE,..." in parser.format_help()
 
 
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A configuration with flags that are short for values."""
+
+    size: str = option("small", "how much", shorthands={"--large": "large", "--tiny": "tiny"})
+
+
+def test_flags_that_are_short_for_two_values_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="tool")
+    add_settings(parser, Sized)
+    assert settings_of(parser.parse_args(["--large", "--large"]))["size"].text == "large"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--tiny", "--large"])
+    assert "--tiny and --large are two values of --size" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("value", "fault"),
     [
