@@ -45,6 +45,7 @@ REASONS = {
     "store/bucket.py:_start_sum": "sums of gradients",
     "store/bucket.py:_start_next": "updated weights",
     "store/residence.py": "weights for a pass",
+    "store/muon.py": "whole matrices of Muon",
     "store/norms.py": "norms by layer",
     "pipeline/executor.py": "between stages",
     "engine.py": "loss, norm and counts",

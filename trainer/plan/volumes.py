@@ -14,6 +14,7 @@ from trainer.plan.trace import Move, traced
 OF_STORE = (
     "sums of gradients",
     "updated weights",
+    "whole matrices of Muon",
     "weights for a pass",
     "norms by layer",
     "loss, norm and counts",
