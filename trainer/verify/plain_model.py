@@ -50,7 +50,9 @@ def logits(
             _mixture(model, part, _norm(model, part, "norm2", x_BSD), layer, spread), layer=layer, site=1
         )
     head = state["embed.weight" if model.tie_embeddings else "head.weight"]
-    return _norm(model, state, "norm", x_BSD) @ head.T
+    logits_BSV = _norm(model, state, "norm", x_BSD) @ head.T
+    cap = model.logit_softcap
+    return cap * torch.tanh(logits_BSV / cap) if cap else logits_BSV
 
 
 def train(
