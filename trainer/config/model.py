@@ -105,4 +105,10 @@ class ModelConfig:
     )
     tie_embeddings: bool = option(False, "use the embedding table as the output head")
     dropout: float = option(0.0, "dropout probability after embedding, attention and MLP", minimum=0, below=1)
+    attention_dropout: float = option(
+        0.0,
+        "dropout probability of attention's weights, which the backend reference alone drops",
+        minimum=0,
+        below=1,
+    )
     init_std: float = option(0.02, "standard deviation of the initial weights", above=0)
