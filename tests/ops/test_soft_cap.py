@@ -6,9 +6,8 @@ from torch import Tensor
 
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
-from trainer.ops import soft_cap as module
 from trainer.ops.cross_entropy import VocabularyPart, cross_entropy_reference
-from trainer.ops.soft_cap import blocks, soft_cap
+from trainer.ops.soft_cap import blocks, slopes, soft_cap
 from trainer.parallel.cross_entropy import vocab_cross_entropy
 
 WITHIN = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -46,12 +45,17 @@ def losses_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def test_rows_that_are_wide_at_once_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits_TV, weights_T = logits_of(torch.bfloat16), torch.ones(12)
-    whole = trained(logits_TV, weights_T)
-    monkeypatch.setattr(module, "BLOCK", 5 * logits_TV.shape[1] + 1)
-    assert [rows.start for rows in blocks(logits_TV)] == [0, 5, 10]
-    assert all(torch.equal(*pair) for pair in zip(whole, trained(logits_TV, weights_T), strict=True))
+def test_a_row_has_the_same_bits_whichever_are_wide_with_it() -> None:
+    logits_TV = logits_of(torch.bfloat16)
+    rows = list(blocks(logits_TV, 5 * logits_TV.shape[1] + 1))
+    assert [(each.start, len(logits_TV[each])) for each in rows] == [(0, 5), (5, 5), (10, 2)]
+    assert [each.start for each in blocks(logits_TV[:2], 1)] == [0, 1]
+    whole_TV, parts_TV = logits_TV.clone(), logits_TV.clone()
+    soft_cap(whole_TV, CAP)
+    for each in rows:
+        soft_cap(parts_TV[each], CAP)
+        assert torch.equal(slopes(whole_TV, CAP)[each], slopes(parts_TV[each], CAP))
+    assert torch.equal(whole_TV, parts_TV)
 
 
 def test_a_row_without_weight_has_no_gradient_whatever_it_holds() -> None:

@@ -61,7 +61,7 @@ def test_gradients_are_those_of_plain_torch(num_kv_heads: int, window: int | Non
     )
     drop = replace(DROP, length=length, queries=(range(4 * length, 5 * length),), first_key=4 * length)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    found = attention(*inputs, replace(Mask.of_rows(length), window=window, dropout=drop), backend_named("reference"))
+    out = attention(*inputs, replace(Mask.of_rows(length), window=window, dropout=drop), backend_named("reference"))
     plain = [x.clone().requires_grad_() for x in (q, k, v)]
     q, k, v = plain[0], *(x.repeat_interleave(HEADS // num_kv_heads, 1) for x in plain[1:])
     places = torch.arange(length, device=device)
@@ -70,9 +70,9 @@ def test_gradients_are_those_of_plain_torch(num_kv_heads: int, window: int | Non
     scores = torch.einsum("snh,tnh->nst", q, k) / 8**0.5
     weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) * mask_of(drop, HEADS).to(device)
     wanted = torch.einsum("nst,tnh->snh", weights, v)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
     for ours, theirs in zip(
-        torch.autograd.grad(found, inputs, dout), torch.autograd.grad(wanted, plain, dout), strict=True
+        torch.autograd.grad(out, inputs, dout), torch.autograd.grad(wanted, plain, dout), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 

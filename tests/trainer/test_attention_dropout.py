@@ -7,16 +7,23 @@ from typing import Any
 import pytest
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.parity import assert_parity, config_for, local_batch, make_engine, run_steps, small
+from tests.trainer.support.parity import (
+    assert_parity,
+    config_for,
+    local_batch,
+    make_engine,
+    parameters_of,
+    run_steps,
+    small,
+)
 from tests.trainer.support.training import Job, hash_of
 from tests.trainer.test_equalities import assert_equal
-from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, DataConfig
 from trainer.run.activations import CHOICES
 from trainer.verify.plain_model import Spread, evaluation, train
 from trainer.verify.threads import run_threads
-from trainer.verify.whole import assembled, copied
 
+SLOW = [pytest.mark.slow, pytest.mark.ci]
 CASES: dict[str, dict[str, Any]] = {"rows": {}, "documents": {"document_mask": True}}
 
 
@@ -29,17 +36,16 @@ def dropping(model: str, layout: str = "tp1", data: str = "rows", **parallel: An
     return replace(config, model=shape, data=DataConfig(**CASES[data]), parallel=parallel_config)
 
 
-@pytest.mark.parametrize("data", CASES)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "data"), [("llama", "documents"), *(pytest.param("gpt2", data, marks=SLOW) for data in CASES)]
+)
 def test_it_is_the_one_of_plain_torch_and_off_in_an_evaluation(model: str, data: str) -> None:
     config = dropping(model, data=data)
     engine = make_engine(0, config)
-    saved = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
-    state = {name: value for name, value in saved.items() if not name.startswith("optim.")}
-    batches = [local_batch(config, step, engine.mesh) for step in range(2)]
+    state, batches = parameters_of(engine), [local_batch(config, step, engine.mesh) for step in range(2)]
     still = replace(config, model=replace(config.model, attention_dropout=0.0))
-    spread = Spread(config.model)
-    assert engine.eval_batch(batches[1]) == pytest.approx(evaluation(still, state, batches[1], spread), rel=1e-10)
+    evaluated = evaluation(still, state, batches[1], Spread(config.model))
+    assert engine.eval_batch(batches[1]) == pytest.approx(evaluated, rel=1e-10)
     losses = []
     for step, wanted in enumerate(train(config, state, batches)):
         stats = engine.train_step(step, batches[step])
@@ -55,10 +61,13 @@ def test_it_is_the_one_of_plain_torch_and_off_in_an_evaluation(model: str, data:
         ("gpt2", "pp2", "auto"),
         ("gpt2", "dp2", "auto"),
         ("gpt2", "tp2-cp2", "ulysses"),
+        ("gpt2", "cp4", "ulysses"),
         ("llama", "cp2-pp2", "allgather"),
     ],
 )
 @pytest.mark.parametrize("data", CASES)
+@pytest.mark.slow
+@pytest.mark.ci
 def test_every_layout_repeats_one_process(model: str, layout: str, method: str, data: str) -> None:
     config = dropping(model, layout, data, cp_method=method)
     reference = run_steps(0, dropping(model, data=data), 2)
@@ -66,12 +75,16 @@ def test_every_layout_repeats_one_process(model: str, layout: str, method: str, 
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_order_of_passes_changes_no_bit(schedule: str) -> None:
     assert_equal(dropping("gpt2", "pp2", schedule="1f1b"), dropping("gpt2", "pp2", schedule=schedule))
 
 
 @pytest.mark.parametrize("choice", ["selective of attention", "full that keeps attention", "full"])
 @pytest.mark.parametrize(("model", "layout", "method"), [("gpt2", "tp1", "auto"), ("llama", "cp2", "ulysses")])
+@pytest.mark.slow
+@pytest.mark.ci
 def test_what_is_made_again_changes_no_bit(model: str, layout: str, method: str, choice: str) -> None:
     config = dropping(model, layout, cp_method=method)
     assert_equal(config, replace(config, train=replace(config.train, **CHOICES[choice])))

@@ -21,13 +21,13 @@ def soft_cap(x_TV: Tensor, cap: float) -> None:
 
 
 def slopes(y_TV: Tensor, cap: float) -> Tensor:
-    """Return the derivative of capped logits by those before, wide; 0 where a logit is no number."""
+    """Return the derivative of capped logits by those before, wide; 0 where a logit is NaN."""
     wide_TV = y_TV.to(wide_dtype(y_TV.dtype), copy=True)
     return wide_TV.div_(cap).square_().neg_().add_(1).nan_to_num_(nan=0.0)
 
 
-def blocks(x_TV: Tensor) -> Iterator[slice]:
-    """Yield rows that are wide at once."""
-    size = max(BLOCK // max(x_TV.shape[1], 1), 1)
+def blocks(x_TV: Tensor, num_elements: int = BLOCK) -> Iterator[slice]:
+    """Yield rows that are wide at once: of so many elements, or one."""
+    size = max(num_elements // max(x_TV.shape[1], 1), 1)
     for start in range(0, len(x_TV), size):
         yield slice(start, start + size)
