@@ -21,6 +21,7 @@ class Reference:
 
     name = "reference"
     is_deterministic = True
+    drops_weights = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         return None

@@ -26,7 +26,7 @@ class Mask:
     `cu_q` and `cu_k` are the int32 bounds of documents among the tokens, [0, ..., T] and [0, ..., U]; None cuts the
     tokens into documents of equal length `max_q`, `max_k`. The longest ones have `max_q` and `max_k` tokens. The last
     query of a document is at the place of its last key. `alibi` [N], float32: head n's score falls by alibi[n] a place.
-    With a `dropout` weights are dropped behind the softmax, by the backend `reference` alone.
+    With a `dropout` weights are dropped behind the softmax.
     """
 
     cu_q: Tensor | None
@@ -79,6 +79,7 @@ class Backend(Protocol):
 
     name: str
     is_deterministic: bool  # with torch.use_deterministic_algorithms
+    drops_weights: bool  # of masks with a dropout
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         """Return why it cannot take these, or None; reads no device memory."""
@@ -120,7 +121,7 @@ def check(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask, backend: Back
         raise UserError(f"attention: {shapes} are not rows of {mask.max_q} queries and {mask.max_k} keys")
     if mask.window is not None and mask.window < 1:
         raise UserError(f"attention: the window is {mask.window}; a query sees at least one key")
-    if mask.dropout is not None and backend.name != "reference":
+    if mask.dropout is not None and not backend.drops_weights:
         raise UserError(f"attention: {backend.name} drops no weights", hint="the backend `reference` does")
     if reason := backend.refusal(q_TNH, k_UKH, mask):
         raise UserError(
