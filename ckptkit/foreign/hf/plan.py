@@ -234,14 +234,14 @@ def recorded_model(root: Root) -> ModelTable | None:
         values |= _cap_of_old(values.get("beyond", ()))
         values["beyond"] = tuple(values.get("beyond", ())) + experts.beyond_folders(recorded)
         return ModelTable(**{name: value for name, value in values.items() if name not in unused}).simplest()
-    except (KeyError, TypeError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 
 
 def _cap_of_old(beyond: Sequence[str]) -> dict[str, Any]:
     """Return the soft cap of logits that an older import has as a phrase, and the other phrases."""
     for phrase in beyond:
-        if phrase.startswith(CAP_PHRASE):
+        if str(phrase).startswith(CAP_PHRASE):
             others = [other for other in beyond if other != phrase]
             return {CAP: float(phrase.removeprefix(CAP_PHRASE).rstrip(")")), "beyond": others}
     return {}

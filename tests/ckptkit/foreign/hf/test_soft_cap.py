@@ -44,6 +44,8 @@ def test_what_an_older_release_imported_is_exported(tmp_path: Path) -> None:
     beyond.insert(-1, "a soft cap of logits (12.5)")
     old = {"logit_softcap": None, "beyond": beyond}
     assert export(model, tmp_path / "same", like=model, **old)["final_logit_softcapping"] == 12.5
+    old["beyond"] = [phrase.replace("12.5", "?") for phrase in beyond]
+    assert export(model, tmp_path / "unread", like=model, **old), "a record that says nothing is not compared"
     old["beyond"] = [phrase.replace("12.5", "30.0") for phrase in beyond]
     with pytest.raises(UserError, match=r"logit_softcap: 30.0, config.json says 12.5"):
         export(model, tmp_path / "other", like=model, **old)
