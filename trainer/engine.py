@@ -212,8 +212,9 @@ class Engine:
 
     def _microbatches(self, step: int, batch: Batch, *, scale: Scale | None = None) -> list[MicroBatch]:
         """Return the micro-batches of a step, whose loss is `scale` times that of all tokens, or of an evaluation."""
-        train, p = self.config.train, self.config.model.dropout if scale is not None else 0.0
-        key = DropoutKey(p, train.seed, step) if p else None
+        train, model = self.config.train, self.config.model
+        drops = scale is not None and (model.dropout or model.attention_dropout)
+        key = DropoutKey(model.dropout, train.seed, step, model.attention_dropout) if drops else None
         rows = zip(batch.tokens, batch.labels, batch.positions, batch.loss_mask, strict=True)
         microbatches, seq_length = [], batch.tokens.shape[-1]
         for number, parts in enumerate(rows):

@@ -323,6 +323,9 @@ def op_faults(config: Config) -> Iterator[Fault]:
         if form == "apex" and config.train.precision == "fp64":
             text = f"ops.{op} apex is for precisions bf16, fp16 and fp32: --ops.{op} csrc"
             yield {f"ops.{op}", "train.precision"}, text
+    if (p := config.model.attention_dropout) and ops.attention not in ("auto", "reference"):
+        text = f"ops.attention {ops.attention} drops no weights, and model.attention_dropout is {p:g}: --ops.attention "
+        yield {"ops.attention", "model.attention_dropout"}, f"{text}reference, or --model.attention-dropout 0"
     if ops.attention in NO_WINDOW and any(layer_windows(config)):
         text = f"ops.attention {ops.attention} has no window, and model.window is {config.model.window}: "
         yield (

@@ -100,6 +100,15 @@ class ModelConfig:
     bias: bool = option(False, "biases in linear layers and norms")
     qkv_bias: bool = option(False, "biases of queries, keys and values alone", needs={"bias": False})
     qk_norm: bool = option(False, "normalise queries and keys of each head")
+    logit_softcap: float = option(
+        0.0, "logits x become cap * tanh(x / cap), so that none is beyond the cap; 0 leaves them as they are", minimum=0
+    )
     tie_embeddings: bool = option(False, "use the embedding table as the output head")
     dropout: float = option(0.0, "dropout probability after embedding, attention and MLP", minimum=0, below=1)
+    attention_dropout: float = option(
+        0.0,
+        "dropout probability of attention's weights, which the backend reference alone drops",
+        minimum=0,
+        below=1,
+    )
     init_std: float = option(0.02, "standard deviation of the initial weights", above=0)

@@ -34,20 +34,20 @@ class Attend(Protocol):
 
 
 class Attention:
-    """q, k and v as one product, norm and rotation of heads, softmax attention, output."""
+    """q, k and v as one product, norm and rotation of heads, softmax attention, output; `number` is the layer's."""
 
     def __init__(
         self,
         model: ModelConfig,
         unit: Unit,
-        prefix: str,
+        number: int,
         tensor: TensorParallel,
         context: ContextParallel,
         choices: OpChoices,
-        window: int | None,
     ) -> None:
+        prefix, self.number, self.window = f"layers.{number}.attn", number, choices.windows[number]
         self.context: Attend = context
-        self.tensor, self.choices, self.window, self.head_size = tensor, choices, window, model.head_size
+        self.tensor, self.choices, self.head_size = tensor, choices, model.head_size
         group = tensor.group
         self.eps = model.norm_eps
         self.counts = model.num_heads // group.size, max(model.num_kv_heads // group.size, 1)
@@ -68,7 +68,7 @@ class Attention:
     def attend(self, x_TD: Tensor, batch: MicroBatch, results: list[Tensor] | None = None) -> Tensor:
         """Return the result of this rank's heads, [S, N H]; `results` as for `trainer.ops.attention.seam.attention`."""
         heads = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)
-        masks = batch.masks(self.window)
+        masks = batch.masks(self.window, self.number, self.tensor.group.index * self.counts[0])
         backend = self.choices.attention[masks[0].kind]
         y_SNH = self.context.attend(*heads, masks, batch.seq_length, backend, results)
         return y_SNH.flatten(1)

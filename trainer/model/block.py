@@ -49,8 +49,7 @@ class Block:
         prefix, self.number, self.recompute = f"layers.{number}", number, recompute
         first, self.unit = store.unit(f"{prefix}.attn"), store.unit(f"{prefix}.mlp")
         self.norm1 = Norm(model, first, f"{prefix}.norm1", choices, Border(before, first))
-        where = cuts.tensor, cuts.context
-        self.attention = Attention(model, first, f"{prefix}.attn", *where, choices, choices.windows[number])
+        self.attention = Attention(model, first, number, cuts.tensor, cuts.context, choices)
         self.norm2 = Norm(model, self.unit, f"{prefix}.norm2", choices, Border(first, self.unit))
         self.mlp = (
             MoE(model, self.unit, number, cuts, choices, balance)

@@ -81,7 +81,8 @@ class Chunk:
     def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this stage's layers, and the branch that is yet to be added to it."""
         halves = self.context.halves(batch.tokens_S, batch.documents, batch.seq_length)
-        batch = replace(batch, own_runs=self.tensor.own_runs(batch.runs), halves=halves)
+        seen = self.context.seen_runs(batch.runs)
+        batch = replace(batch, own_runs=self.tensor.own_runs(batch.runs), halves=halves, seen_runs=seen)
         x_TD = received_TD
         if x_TD is None:
             start = self.begin.cross(anchor(batch.tokens_S.device))

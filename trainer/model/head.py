@@ -7,6 +7,7 @@ from trainer.linear.linear import linear
 from trainer.model.norm import Norm
 from trainer.model.op_choices import OpChoices
 from trainer.ops.cross_entropy import VocabularyPart
+from trainer.ops.soft_cap import soft_cap
 from trainer.parallel.cross_entropy import linear_cross_entropy, tokens_at_once, vocab_cross_entropy
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
@@ -24,6 +25,7 @@ class Head:
     ) -> None:
         model, group = config.model, tensor.group
         self.tensor, self.choices, self.group, self.vocab_size = tensor, choices, group, model.vocab_size
+        self.cap = model.logit_softcap
         self.z_loss, self.max_bytes = config.train.z_loss, config.train.max_logits_gib * 2**30
         unit, self.matrix_unit = store.unit("norm"), store.unit("head")
         self.norm = Norm(model, unit, "norm", choices, Border(before, unit))
@@ -41,7 +43,7 @@ class Head:
         """
         x_SD = self.tensor.enter(self.norm(x_TD, branch_TD)[0])
         z_loss = 0.0 if weights_S is None else self.z_loss
-        part = VocabularyPart(self.first_row, self.num_true_rows, self.choices.forms.cross_entropy)
+        part = VocabularyPart(self.first_row, self.num_true_rows, self.choices.forms.cross_entropy, self.cap)
         at_once = tokens_at_once(len(x_SD), self.matrix.shape[0] * x_SD.itemsize, self.max_bytes)
         if at_once < len(x_SD):
             x_SD = self.norm_end.cross(x_SD)
@@ -55,8 +57,10 @@ class Head:
         return self.end.cross(vocab_cross_entropy(logits_SV, labels_S, part, self.group, z_loss=z_loss))
 
     def logits(self, x_TD: Tensor, branch_TD: Tensor | None) -> Tensor:
-        """Return the logits of the whole vocabulary, [T, vocabulary]."""
+        """Return the logits of the whole vocabulary, [T, vocabulary], which are not differentiated."""
         h_TD = self.inner.cross(self.norm(x_TD, branch_TD)[0])
         logits_TV = self.end.cross(linear(h_TD, self.matrix))
+        if self.cap:
+            soft_cap(logits_TV, self.cap)
         rows_RTV = self.group.all_gather_rows(logits_TV)
         return rows_RTV.movedim(0, 1).flatten(1)[:, : self.vocab_size]

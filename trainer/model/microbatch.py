@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.ops.attention.seam import Mask
+from trainer.ops.attention.weights import WeightDropout
 from trainer.ops.dropout import dropout
 from trainer.parallel.places import Runs, boxes, rows_of
 
@@ -35,11 +36,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class DropoutKey:
-    """What fixes the dropout masks of a micro-batch, whatever the layout: see `trainer.ops.dropout`."""
+    """What fixes the dropout masks of a micro-batch, whatever the layout: see `trainer.ops.dropout`.
+
+    `weights` is the probability for weights of attention, p that for all else.
+    """
 
     p: float
     seed: int
     step: int
+    weights: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,8 @@ class MicroBatch:
     dropped; `scale` returns the factor of a token's loss in the step's, in the wide dtype; an evaluation has none.
     `turns_SH` are the angles of rotary positions, which the layers share. `documents` are the int32 bounds of documents
     that attention does not cross, and the tokens of the longest one, among the tokens that attention sees: all ranks'.
-    `halves` are the masks of the two parts of this rank's tokens, if these see keys that were gathered.
+    `halves` are the masks of the two parts of this rank's tokens, if these see keys that were gathered. `seen_runs` are
+    the places of the tokens whose queries attention has, all ranks' or each half's.
     `groups_S` are what an evaluation sums losses by.
     """
 
@@ -69,6 +75,7 @@ class MicroBatch:
     own_runs: Runs | None = None
     halves: tuple[Mask, ...] = ()
     groups_S: Tensor | None = None
+    seen_runs: tuple[Runs, ...] = ()
 
     @property
     def weights_S(self) -> Tensor | None:
@@ -84,16 +91,26 @@ class MicroBatch:
         bounds, longest = (None, self.seq_length) if self.documents is None else self.documents
         return Mask(bounds, bounds, longest, longest, window, alibi)
 
-    def masks(self, window: int | None) -> tuple[Mask, ...]:
-        """Return the mask of a layer for all tokens that attention sees, or for each half of this rank's."""
-        if not self.halves:
-            return (self.mask(window=window),)
-        return tuple(replace(half, window=window) for half in self.halves)
+    def masks(self, window: int | None, layer: int, first_head: int) -> tuple[Mask, ...]:
+        """Return the mask of a layer for all tokens that attention sees, or for each half of this rank's.
+
+        Weights are dropped by the numbers of the layer and of this rank's first head in it.
+        """
+        masks = self.halves or (self.mask(),)
+        key, length = self.dropout, self.seq_length
+        if key is None or not key.weights:
+            return tuple(replace(mask, window=window) for mask in masks)
+        first_key = self.seen_runs[0][0].start // length * length
+        drops = [
+            WeightDropout(key.weights, key.seed, key.step, layer, length, runs, first_key, first_head)
+            for runs in self.seen_runs
+        ]
+        return tuple(replace(mask, window=window, dropout=drop) for mask, drop in zip(masks, drops, strict=True))
 
     def drop(self, x_TD: Tensor, *, layer: int, site: int) -> Tensor:
         """Drop elements of what this rank has of an activation, each by its token's place."""
         key = self.dropout
-        if key is None:
+        if key is None or not key.p:
             return x_TD
         parts, start = [], 0
         for sample, position, num_tokens in boxes(self.own_runs or self.runs, self.seq_length):

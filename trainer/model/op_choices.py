@@ -110,6 +110,8 @@ def choose_attention(
 ) -> dict[str, Backend]:
     """Return the backend that the configuration names; else the recorded one if the device can take it; else another.
 
+    Weights are dropped by one alone, which is named then.
+
     There is one for each kind of mask in the model, whichever layers a rank has. On GPUs another is the fastest with
     the longest rows if `by_timing`, or the first by a rule. All ranks call it: the first one chooses for all. Raises
     UserError if the named one does not take the run's tensors.
@@ -128,7 +130,7 @@ def choose_attention(
         for number, heads in ((num_queries, model.num_heads), (num_keys, model.num_kv_heads))
     )
     masks = [replace(like, window=window) for window in dict.fromkeys(layer_windows(config))]
-    named = config.ops.attention
+    named = "reference" if model.attention_dropout else config.ops.attention
     if named != "auto":
         backend = backend_named(named)
         for mask in masks:

@@ -15,6 +15,7 @@ from torch import Tensor
 from threefold.errors import UserError
 from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.soft_cap import blocks, slopes, soft_cap
 
 
 class _Logits(ctypes.Structure):  # op_logits of csrc/ops/ops.h
@@ -29,7 +30,7 @@ class _Logits(ctypes.Structure):  # op_logits of csrc/ops/ops.h
 class VocabularyPart:
     """Which tokens the columns of logits are: `first_row` and the following ones; from `num_true_rows` on, padding.
 
-    `form` is that of the ops on them.
+    `form` is that of the ops on them. With a `cap` the logits that count are `trainer.ops.soft_cap` of these.
 
     For example of 10 tokens on two ranks, with 8 columns each, the second has first_row 8 and 2 true ones.
     """
@@ -37,15 +38,18 @@ class VocabularyPart:
     first_row: int
     num_true_rows: int
     form: str = "csrc"
+    cap: float = 0.0
 
 
 def row_sums(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart) -> Tensor:
     """Return the largest logit M of each row, the sum of exp(logit - M), and the label's logit: [3, T].
 
-    The label's logit is 0 if another part has the label. The logits stay as they are; neighbouring columns must be
-    neighbours in memory.
+    The label's logit is 0 if another part has the label. The logits stay as they are, or become the capped ones;
+    neighbouring columns must be neighbours in memory.
     """
     logits = _logits(logits_TV, labels_T, part)
+    if part.cap:
+        soft_cap(logits_TV, part.cap)
     if part.form != "csrc":
         return forms.forward(part.form, _row_sums, logits_TV, labels_T, part.first_row, part.num_true_rows)[0]
     sums_3T = logits_TV.new_empty(3, len(logits_TV), dtype=wide_dtype(logits_TV.dtype))
@@ -56,11 +60,21 @@ def row_sums(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart) -> Tenso
 def write_gradient(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, factors_3T: Tensor) -> None:
     """Overwrite logits by exp(logit - M) * scale, less g at the label, for `factors` M, scale and g of each row.
 
-    A row whose g is 0 becomes 0, whatever it held; so does padding.
+    A row whose g is 0 becomes 0, whatever it held; so does padding. With a cap the logits are as `row_sums` left them.
     """
+    if not part.cap:
+        _write_gradient(logits_TV, labels_T, part, factors_3T)
+        return
+    for rows in blocks(logits_TV):
+        slopes_TV = slopes(logits_TV[rows], part.cap)
+        _write_gradient(logits_TV[rows], labels_T[rows], part, factors_3T[:, rows].contiguous())
+        logits_TV[rows] *= slopes_TV
+
+
+def _write_gradient(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, factors_3T: Tensor) -> None:
     logits = _logits(logits_TV, labels_T, part)
     if part.form != "csrc":
-        forms.forward(part.form, _write_gradient, logits_TV, labels_T, part.first_row, part.num_true_rows, factors_3T)
+        forms.forward(part.form, _plain_gradient, logits_TV, labels_T, part.first_row, part.num_true_rows, factors_3T)
         return
     native.call("cross_entropy_backward", logits_TV, ctypes.byref(logits), factors_3T.data_ptr())
 
@@ -85,7 +99,7 @@ def _row_sums(logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows
     return (torch.stack([max_T, sum_T, torch.where(is_here_T, label_T, 0)]),)
 
 
-def _write_gradient(
+def _plain_gradient(
     logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows: int, factors_3T: Tensor
 ) -> tuple[Tensor, ...]:
     max_T1, scale_T1, g_T1 = factors_3T.unsqueeze(-1)

@@ -11,7 +11,7 @@ rank 0 has 0, 1, 6 and 7, rank 1 has 2-5. Each half of a rank's tokens attends b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,14 @@ class ContextParallel:
         if self.gathers_keys:
             return halves_of(run, length, self.group.index, self.group.size)
         return share_of((run,), self.group.index, self.group.size)
+
+    def seen_runs(self, runs: Runs) -> tuple[Runs, ...]:
+        """Return the places of the queries that attention has: those of all ranks' tokens, or of each half of these."""
+        if self.gathers_keys:
+            return runs[: len(runs) // 2], runs[len(runs) // 2 :]
+        first, size = runs[0].start, len(runs[0])
+        start = first - self.group.index * size
+        return ((range(start, start + self.group.size * size),),)
 
     def halves(self, tokens_T: Tensor, documents: tuple[Tensor, int] | None, length: int) -> tuple[Mask, ...]:
         """Return the masks of the halves of this rank's tokens of rows of `length`; none unless keys are gathered."""
@@ -174,15 +182,16 @@ class _ToHeads(torch.autograd.Function):
         inputs, size = (q, k, v), group.size
         num_heads = [-(-x.shape[1] // size) for x in inputs]  # of a rank; fewer heads than ranks are repeated
         num_parts = 1 if any(number % 2 for number in num_heads) else 2
-        ctx.group, ctx.mask, ctx.backend, ctx.shapes = group, mask, backend, [x.shape for x in inputs]
+        ctx.group, ctx.backend, ctx.shapes = group, backend, [x.shape for x in inputs]
         ctx.counts = [number // num_parts for number in num_heads]
+        ctx.masks = _by_heads(mask, [group.index * num_heads[0] + part * ctx.counts[0] for part in range(num_parts)])
         of_ranks = [_by_rank(x, size).chunk(num_parts, 2) for x in inputs]
         coming = [_start(group, parts) for parts in zip(*of_ranks, strict=True)]
         saved, returning, before = list[Tensor](), list[Work](), list(results or ())
-        while coming:
+        for mask_of_part in ctx.masks:
             q_SNH, k_SKH, v_SKH = coming.pop(0).wait().flatten(0, 1).split(ctx.counts, 1)
-            check(q_SNH, k_SKH, v_SKH, mask, backend)
-            out, lse = (before.pop(0), before.pop(0)) if before else backend.forward(q_SNH, k_SKH, v_SKH, mask)
+            check(q_SNH, k_SKH, v_SKH, mask_of_part, backend)
+            out, lse = (before.pop(0), before.pop(0)) if before else backend.forward(q_SNH, k_SKH, v_SKH, mask_of_part)
             returning.append(group.start_exchange(out.contiguous()))
             saved += q_SNH, k_SKH, v_SKH, out, lse
         if results is not None:
@@ -197,14 +206,20 @@ class _ToHeads(torch.autograd.Function):
         of_parts = [saved[place : place + 5] for place in range(0, len(saved), 5)]
         coming = [_start(group, [part]) for part in _by_rank(dout, group.size).chunk(len(of_parts), 2)]
         returning = list[Work]()
-        for of_part in of_parts:
-            grads = ctx.backend.backward(coming.pop(0).wait().flatten(0, 1), of_part, ctx.mask)
+        for of_part, mask in zip(of_parts, ctx.masks, strict=True):
+            grads = ctx.backend.backward(coming.pop(0).wait().flatten(0, 1), of_part, mask)
             returning.append(group.start_exchange(torch.cat(grads, 1)))
         received = [work.wait().unflatten(0, (group.size, -1)).split(ctx.counts, 2) for work in returning]
         dq, dk, dv = (
             _by_token(parts, shape) for parts, shape in zip(zip(*received, strict=True), ctx.shapes, strict=True)
         )
         return dq, dk, dv, None, None, None, None
+
+
+def _by_heads(mask: Mask, firsts: Sequence[int]) -> list[Mask]:
+    """Return the mask of each part of the heads, of which these numbers are the first."""
+    drop = mask.dropout
+    return [mask if drop is None else replace(mask, dropout=drop.of_heads(first)) for first in firsts]
 
 
 def _start(group: Group, parts_RTCH: Sequence[Tensor]) -> Work:

@@ -24,7 +24,8 @@ def vocab_cross_entropy(
     """Return -log softmax(logits)[label] of each token, in float32 or wider, the same on every rank of the group.
 
     With a z_loss that factor times the square of the log of the softmax's denominator is added. logits_TV holds this
-    rank's `part` of the vocabulary. The backward overwrites the logits with their gradient, so it may run once.
+    rank's `part` of the vocabulary. The backward overwrites the logits with their gradient, so it may run once; a cap
+    overwrites them before.
     """
     return _VocabCrossEntropy.apply(logits_TV, labels_T, part, group, z_loss)
 

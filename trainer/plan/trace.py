@@ -177,6 +177,7 @@ class Shapes:
 
     name = "shapes"
     is_deterministic = True
+    drops_weights = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         return None

@@ -67,6 +67,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ("device", f"{device_name(device)}, {train.precision}"),
         *(("loss scale", text) for text in scale_text(train)),
         *(("fp8", text) for text in fp8_text(config)),
+        *(("attention", text) for text in weights_text(config, device)),
         *(("queues", text) for text in [queues_text(config, device)] if text),
         *(("graphs", text) for text in graphs_text(config, device)),
     ]
@@ -145,6 +146,16 @@ def windows_text(config: Config) -> Iterator[str]:
     elif model.window:
         longest = longest_row(config)
         yield f"a window of {model.window:,} cuts nothing of rows of {longest:,} tokens: all layers see all of them"
+
+
+def weights_text(config: Config, device: torch.device) -> Iterator[str]:
+    """Yield what it costs to drop weights of attention, if the run does, on a GPU."""
+    p = config.model.attention_dropout
+    if p and device.type == "cuda":
+        yield (
+            f"{p:g} of the weights are dropped by the backend reference: plain torch in place of a fused kernel, "
+            "many times slower; a new run with --model.attention-dropout 0 takes the fastest"
+        )
 
 
 def device_name(device: torch.device) -> str:

@@ -64,7 +64,8 @@ def random_batch(engine: Engine) -> MicroBatch:
     tokens = torch.randint(model.vocab_size, (num_tokens,), device=device)
     positions = torch.arange(seq_length, device=device).repeat(train.micro_batch_size)
     ones = torch.ones(num_tokens, device=device)
-    key = DropoutKey(model.dropout, train.seed, 0) if model.dropout else None
+    drops = model.dropout or model.attention_dropout
+    key = DropoutKey(model.dropout, train.seed, 0, model.attention_dropout) if drops else None
     scale = torch.tensor(1 / num_tokens, dtype=wide_dtype(engine.dtype), device=device)
     whole = MicroBatch(tokens, tokens, positions, ones, seq_length, (range(num_tokens),), key, lambda: scale)
     return whole.part(engine.context.own_runs(whole.runs[0], seq_length))

@@ -12,6 +12,7 @@ from trainer.config.resolve import cuts_tokens, gathers_keys, schedule_of
 from trainer.engine import DTYPES
 from trainer.model.recompute import Recompute
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.soft_cap import BLOCK
 from trainer.pipeline.actions import peak_received
 from trainer.pipeline.schedules import rank_actions
 from trainer.run.activations import Sizes, stage_layers_of
@@ -52,8 +53,10 @@ def embedding_bytes(config: Config, sizes: Sizes) -> int:
 
 def head_bytes(config: Config, sizes: Sizes) -> int:
     """Return what the head takes beside what it keeps: its input's gradient, the branch before it, logits in parts."""
-    most = int(config.train.max_logits_gib * 2**30)
-    return sizes.whole_stream + sizes.stream + (most if 0 < most < sizes.logits else 0)
+    most, dtype = int(config.train.max_logits_gib * 2**30), DTYPES[config.train.precision]
+    in_parts = most if 0 < most < sizes.logits else 0
+    capped = min((in_parts or sizes.logits) // dtype.itemsize, BLOCK) if config.model.logit_softcap else 0
+    return sizes.whole_stream + sizes.stream + in_parts + capped * wide_dtype(dtype).itemsize
 
 
 def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:

@@ -6,6 +6,7 @@ Shapes: B samples, S positions, D hidden, N heads, H head size.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,8 +42,9 @@ def logits(
         prefix = f"layers.{layer}."
         part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         window = 0 if model.window_every and (layer + 1) % model.window_every == 0 else model.window
+        of_weights = partial(drop, layer=layer)
         x_BSD = x_BSD + drop(
-            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS, documents_BS, window),
+            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS, documents_BS, window, of_weights),
             layer=layer,
             site=0,
         )
@@ -50,7 +52,9 @@ def logits(
             _mixture(model, part, _norm(model, part, "norm2", x_BSD), layer, spread), layer=layer, site=1
         )
     head = state["embed.weight" if model.tie_embeddings else "head.weight"]
-    return _norm(model, state, "norm", x_BSD) @ head.T
+    logits_BSV = _norm(model, state, "norm", x_BSD) @ head.T
+    cap = model.logit_softcap
+    return cap * torch.tanh(logits_BSV / cap) if cap else logits_BSV
 
 
 def train(
@@ -69,7 +73,8 @@ def train(
 
         def drop(x: Tensor, *, layer: int, site: int, step: int = step, first: int = batch.first_sample) -> Tensor:
             place = {"step": step, "layer": layer, "site": site, "first_sample": first}
-            return dropout_reference(x, model.dropout, seed=config.train.seed, **place) if model.dropout else x
+            p = model.dropout if site < 2 else model.attention_dropout
+            return dropout_reference(x, p, seed=config.train.seed, **place) if p else x
 
         loss = (_losses(model, state, batch, drop, spread, config.train.z_loss) * mask).sum() / mask.sum()
         for value in state.values():
@@ -130,6 +135,7 @@ def _attend(
     positions_BS: Tensor,
     documents_BS: Tensor | None,
     window: int,
+    drop: Drop,
 ) -> Tensor:
     size = model.head_size or model.hidden_size // model.num_heads
     q, k, v = (_linear(part, f"attn.{name}", x_BSD).unflatten(-1, (-1, size)) for name in "qkv")  # [B, S, N, H]
@@ -148,6 +154,7 @@ def _attend(
         others_BST = documents_BS.unsqueeze(2) != documents_BS.unsqueeze(1)
         scores_BNST = scores_BNST.masked_fill(others_BST.unsqueeze(1), -math.inf)
     weights_BNST = torch.softmax(scores_BNST, -1)
+    weights_BNST = torch.stack([drop(each, site=2 + head) for head, each in enumerate(weights_BNST.unbind(1))], 1)
     return _linear(part, "attn.out", torch.einsum("bnst,btnh->bsnh", weights_BNST, v).flatten(2))
 
 

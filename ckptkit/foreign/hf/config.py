@@ -172,9 +172,11 @@ def gemma3(config: Config) -> ModelTable:
 
 def _gemma_of_both_norms(config: Config) -> ModelTable:
     model = replace(GEMMA({"sliding_window": 4096, **config}), norms="both")
+    if config.get("final_logit_softcapping"):
+        model = replace(model, logit_softcap=_real(config, "final_logit_softcapping"))
     beyond = ["norms behind attention and MLP"]
-    caps = {"attn_logit_softcapping": "attention's scores", "final_logit_softcapping": "logits"}
-    beyond += [f"a soft cap of {what} ({shown(config[name])})" for name, what in caps.items() if config.get(name)]
+    if config.get("attn_logit_softcapping"):
+        beyond.append(f"a soft cap of attention's scores ({shown(config['attn_logit_softcapping'])})")
     scalar = _real(config, "query_pre_attn_scalar", 256)
     if scalar != model.head_size:
         beyond.append(f"queries divided by the square root of {scalar:g}, heads have {model.head_size} elements")

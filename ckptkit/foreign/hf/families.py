@@ -166,6 +166,8 @@ def family_for(model: ModelTable) -> Family:
         except UserError:
             continue
     parts = f"{model.norm}, {model.position}, {model.activation}, bias {model.bias}, qk_norm {model.qk_norm}"
+    if model.logit_softcap:
+        parts += f", logit_softcap {model.logit_softcap:g}"
     if model.window or model.attention_window:
         parts += f", window {model.window}, window_every {model.window_every}"
         parts += f", attention_window {model.attention_window}"

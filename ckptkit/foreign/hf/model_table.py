@@ -8,6 +8,7 @@ from ckptkit.model.tensor import Box, Cut, Placement
 
 ROUND_VOCAB_TO = 128  # as the trainer's default
 BEYOND_KEYS = ("attention_bias", "mlp_bias", "norms", "wide_qk_norm", "beyond")  # of what the trainer does not train
+CAP = "logit_softcap"  # a key of a model that has it
 EXPERT_KEYS = (  # of a model that has experts
     "num_experts", "experts_per_token", "expert_ffn_hidden_size", "num_shared_experts", "first_dense_layers",
     "moe_every", "router_score", "router_norm_topk", "router_scale",
@@ -51,6 +52,7 @@ class ModelTable:
     window: int = 0
     window_every: int = 0
     attention_window: int = 0
+    logit_softcap: float = 0.0
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
@@ -67,9 +69,10 @@ class ModelTable:
     beyond: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the keys of a `[model]` table: EXPERT_KEYS if there are any, BEYOND_KEYS if they say something."""
+        """Return the keys of a `[model]` table: EXPERT_KEYS with experts, BEYOND_KEYS and CAP if they say something."""
         values = asdict(self) | {"beyond": list(self.beyond)}
-        left = {field.name for field in fields(self) if getattr(self, field.name) == field.default} & {*BEYOND_KEYS}
+        left = {field.name for field in fields(self) if getattr(self, field.name) == field.default}
+        left &= {*BEYOND_KEYS, CAP}
         left |= {*EXPERT_KEYS} if not self.num_experts else set()
         return {key: value for key, value in values.items() if key not in left}
 

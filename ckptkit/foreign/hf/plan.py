@@ -13,13 +13,14 @@ from ckptkit.foreign.hf import experts
 from ckptkit.foreign.hf.contents import CONFIG, FILES, carried, model_of, read_json
 from ckptkit.foreign.hf.families import Family, family_for
 from ckptkit.foreign.hf.folder import INDEX_SUFFIX, METADATA, SUFFIX
-from ckptkit.foreign.hf.model_table import ModelTable, Row
+from ckptkit.foreign.hf.model_table import CAP, ModelTable, Row
 from ckptkit.format.root import Root
 from ckptkit.loading.chunk_source import ChunkSource
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from threefold.errors import UserError, listed
 from threefold.storage import Storage
 
+CAP_PHRASE = "a soft cap of logits ("  # of what imports recorded that knew no CAP
 MASTER, STEM = "optim.master/", "model"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -230,10 +231,20 @@ def recorded_model(root: Root) -> ModelTable | None:
             unused.append("rope_factor")
         if values.get("window_every", 0) > values["num_layers"]:
             unused.append("window_every")
+        values |= _cap_of_old(values.get("beyond", ()))
         values["beyond"] = tuple(values.get("beyond", ())) + experts.beyond_folders(recorded)
         return ModelTable(**{name: value for name, value in values.items() if name not in unused}).simplest()
-    except (KeyError, TypeError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
+
+
+def _cap_of_old(beyond: Sequence[str]) -> dict[str, Any]:
+    """Return the soft cap of logits that an older import has as a phrase, and the other phrases."""
+    for phrase in beyond:
+        if str(phrase).startswith(CAP_PHRASE):
+            others = [other for other in beyond if other != phrase]
+            return {CAP: float(phrase.removeprefix(CAP_PHRASE).rstrip(")")), "beyond": others}
+    return {}
 
 
 def _with_pattern(recorded: ModelTable, model: ModelTable) -> ModelTable:

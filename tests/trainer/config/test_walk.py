@@ -95,6 +95,12 @@ def test_all_faults_are_reported_together() -> None:
         ({"model": {"num_kv_heads": 3}}, "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),
         ({"model": {"window": -1}}, "model.window: must be at least 0, got -1"),
         ({"model": {"window": 9, "window_every": -2}}, "model.window_every: must be at least 0, got -2"),
+        (
+            {"model": {"attention_dropout": 0.1}, "ops": {"attention": "sdpa-flash"}},
+            "ops.attention sdpa-flash drops no weights, and model.attention_dropout is 0.1: --ops.attention ",
+        ),
+        ({"model": {"attention_dropout": 1.0}}, "model.attention_dropout: must be at least 0 and below 1, got 1.0"),
+        ({"model": {"logit_softcap": -1.0}}, "model.logit_softcap: must be at least 0, got -1.0"),
         ({"model": {"window_every": 2}}, "model.window_every needs model.window"),
         ({"model": {"window": 9, "window_every": 1}}, "model.window_every 1 lets every layer see all tokens, and"),
         (

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import Phase, given, settings
 
-from ckptkit import Coords
+from ckptkit import Coords, ParallelLayout
 from tests.support.checks import require_equal
 from tests.trainer.support.layouts import configs, layouts
 from tests.trainer.support.option_walk import run_of
-from tests.trainer.support.parity import local_batch, make_engine
+from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.mesh.group import Network
@@ -61,6 +61,11 @@ def kinds_of(calls: Counter[Call]) -> Counter[tuple[str, str]]:
 @given(config=configs(layouts(8)))
 def test_bytes_are_those_of_a_real_step(config: Config) -> None:
     check(config)
+
+
+def test_a_step_that_drops_weights_of_attention_is_traced() -> None:
+    config = small(config_for("llama", ParallelLayout(cp=2)))
+    check(replace(config, model=replace(config.model, attention_dropout=0.1)))
 
 
 @pytest.mark.ci

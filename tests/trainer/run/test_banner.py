@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer.support.training import call
 from threefold.version import __version__
 from trainer.config.resolve import tiers_of
 from trainer.config.walk import config_from
-from trainer.run.banner import kept, windows_text
+from trainer.run.banner import kept, weights_text, windows_text
 
 
 def test_a_run_says_what_it_is_and_where_it_saves(
@@ -55,6 +56,14 @@ def test_a_run_says_what_it_is_and_where_it_saves(
 def test_what_a_window_cuts_is_said(window: dict, expected: list) -> None:
     model = {"num_layers": 3, **window}
     assert list(windows_text(config_from({"model": model, "train": {"seq_length": 32}}, source=""))) == expected
+
+
+def test_what_dropped_weights_cost_on_a_gpu_is_said() -> None:
+    config = config_from({"model": {"attention_dropout": 0.25}, "train": {"seq_length": 32}}, source="")
+    [text] = weights_text(config, torch.device("cuda"))
+    assert text.startswith("0.25 of the weights are dropped by the backend reference: plain torch")
+    assert not list(weights_text(config, torch.device("cpu")))
+    assert not list(weights_text(config_from({"train": {"seq_length": 32}}, source=""), torch.device("cuda")))
 
 
 @pytest.mark.parametrize(

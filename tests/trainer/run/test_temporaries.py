@@ -105,6 +105,13 @@ def test_a_pass_takes_what_is_counted(model: str, choice: str, train: dict[str, 
     assert share_of_peak(engine) == pytest.approx(1.01, abs=0.06)
 
 
+@pytest.mark.parametrize("max_logits_gib", [1e-4, 0.0])
+def test_capped_logits_take_what_is_counted(max_logits_gib: float) -> None:
+    config = config_of("llama", {"max_logits_gib": max_logits_gib}, vocab_size=9997, logit_softcap=3.0)
+    engine = Engine(config, ProcessMesh(layout_of(config), 0, torch.device("cpu"), timeout_s=60))
+    assert share_of_peak(engine) == pytest.approx(1.01, abs=0.06)
+
+
 @pytest.mark.parametrize("data", [{"document_mask": True, "reset_positions": True}, {}], ids=["documents", "rows"])
 def test_windows_and_documents_keep_what_is_counted(data: dict[str, Any]) -> None:
     config = config_of("llama", {}, window=16, window_every=2)

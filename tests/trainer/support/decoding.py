@@ -28,6 +28,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "gpt2": ("gpt2", {}),
     "windows": ("llama", {"window": 4, "window_every": 2, "num_kv_heads": 4}),
+    "soft cap": ("gpt2", {"logit_softcap": 0.7}),
     "windows of one": ("llama", {"window": 1, "qk_norm": False}),
     "no positions": ("llama", {"position": "none", "norm": "layernorm", "bias": True}),
 }

@@ -26,6 +26,8 @@ OPTIONS = {
     "position": ("rope", "learned", "none"),
     "activation": ("swiglu", "gelu"),
     "dropout": (0.0, 0.2),
+    "attention_dropout": (0.0, 0.2),
+    "logit_softcap": (0.0, 1.5),
     "window": (0, 1, 2, 3),
 }
 

@@ -108,6 +108,12 @@ def with_documents(batch: Batch) -> Batch:
     return replace(batch, documents=tuple(documents))
 
 
+def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Copies of the parameters of an engine that is alone, as plain torch takes them."""
+    saved = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
+    return {name: value for name, value in saved.items() if not name.startswith("optim.")}
+
+
 def in_groups(batch: Batch) -> Batch:
     """The same batch, of which losses are summed by what remains of a token's number when three divides it."""
     return replace(batch, groups=batch.tokens % 3, num_groups=3)

@@ -22,6 +22,7 @@ class Flash2:
 
     name = "flash-2"
     is_deterministic = True
+    drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         return refuses_half(q_TNH, 256) or _missing("flash_attn.flash_attn_interface", "_flash_attn_varlen_backward")
@@ -55,6 +56,7 @@ class Flash3:
 
     name = "flash-3"
     is_deterministic = False
+    drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         if mask.window is not None or mask.alibi is not None:
@@ -88,6 +90,7 @@ class Flash4:
 
     name = "flash-4"
     is_deterministic = True
+    drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         if mask.alibi is not None:

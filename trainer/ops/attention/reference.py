@@ -21,6 +21,7 @@ class Reference:
 
     name = "reference"
     is_deterministic = True
+    drops_weights = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         return None
@@ -34,7 +35,7 @@ class Reference:
             q_KMH, k_KLH, v_KLH = _by_kv_head(q_TNH[queries], k_UKH, wide), _heads(k_UKH[keys]), _heads(v_UKH[keys])
             scores_NML = _scores(q_KMH, k_KLH, hidden, bias)
             lse_NM = scores_NML.logsumexp(-1)
-            weights_NML = _softmax(scores_NML, lse_NM)
+            weights_NML = _dropped(_softmax(scores_NML, lse_NM), queries, keys, mask)
             out_TNH[queries] = _by_token(weights_NML.view(*q_KMH.shape[:2], k_KLH.shape[1]) @ v_KLH, q_TNH)
             lse_NT[:, queries] = lse_NM
         return out_TNH, lse_NT
@@ -50,11 +51,14 @@ class Reference:
             dout_KMH, out_KMH = (_by_kv_head(each[queries], k_UKH, wide) for each in (dout_TNH, out_TNH))
             weights_NML = _softmax(_scores(q_KMH, k_KLH, hidden, bias), lse_NT[:, queries])
             weights_KML = weights_NML.view(*q_KMH.shape[:2], k_KLH.shape[1])
+            dropped_KML = _dropped(weights_NML, queries, keys, mask).view(weights_KML.shape)
+            dweights_KML = dout_KMH @ v_KLH.mT
+            dweights_KML = _dropped(dweights_KML.view(weights_NML.shape), queries, keys, mask).view(weights_KML.shape)
             delta_KM1 = (dout_KMH * out_KMH).sum(-1, keepdim=True)
-            dscores_KML = weights_KML * (dout_KMH @ v_KLH.mT - delta_KM1) * scale
+            dscores_KML = weights_KML * (dweights_KML - delta_KM1) * scale
             dq_TNH[queries] = _by_token(dscores_KML @ k_KLH, q_TNH)
             dk_UKH[keys] += (dscores_KML.mT @ q_KMH).transpose(0, 1)
-            dv_UKH[keys] += (weights_KML.mT @ dout_KMH).transpose(0, 1)
+            dv_UKH[keys] += (dropped_KML.mT @ dout_KMH).transpose(0, 1)
         return dq_TNH, dk_UKH.to(k_UKH.dtype), dv_UKH.to(v_UKH.dtype)
 
 
@@ -75,6 +79,10 @@ def _blocks(q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> Iterator[tuple[slice, s
             wide = wide_dtype(q_TNH.dtype)
             bias_NML = None if mask.alibi is None else -mask.alibi.to(wide).view(-1, 1, 1) * distance_ML
             yield slice(start, stop), keys, hidden_ML, bias_NML
+
+
+def _dropped(x_NML: Tensor, queries: slice, keys: slice, mask: Mask) -> Tensor:
+    return x_NML if mask.dropout is None else mask.dropout.drop(x_NML, queries.start, keys.start)
 
 
 def _heads(x_LKH: Tensor) -> Tensor:

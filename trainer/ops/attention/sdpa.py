@@ -33,6 +33,7 @@ class CpuFlash:
 
     name = "sdpa-cpu"
     is_deterministic = True
+    drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         if q_TNH.device.type != "cpu" or not _has("_scaled_dot_product_flash_attention_for_cpu"):
@@ -64,6 +65,7 @@ class CudaFlash:
 
     name = "sdpa-flash"
     is_deterministic = True
+    drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         if not _has("_flash_attention_forward") or not _has("_flash_attention_backward"):
@@ -94,6 +96,7 @@ class Cudnn:
 
     name = "sdpa-cudnn"
     is_deterministic = False
+    drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         if not _has("_scaled_dot_product_cudnn_attention") or not torch.backends.cudnn.is_available():
@@ -122,6 +125,7 @@ class Efficient:
 
     name = "sdpa-efficient"
     is_deterministic = False
+    drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         if q_TNH.device.type != "cuda" or q_TNH.dtype not in (torch.float32, *HALVES):

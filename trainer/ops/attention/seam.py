@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
+from trainer.ops.attention.weights import WeightDropout
 from trainer.ops.once import differentiable_once
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -25,6 +26,7 @@ class Mask:
     `cu_q` and `cu_k` are the int32 bounds of documents among the tokens, [0, ..., T] and [0, ..., U]; None cuts the
     tokens into documents of equal length `max_q`, `max_k`. The longest ones have `max_q` and `max_k` tokens. The last
     query of a document is at the place of its last key. `alibi` [N], float32: head n's score falls by alibi[n] a place.
+    With a `dropout` weights are dropped behind the softmax.
     """
 
     cu_q: Tensor | None
@@ -33,6 +35,7 @@ class Mask:
     max_k: int
     window: int | None = None
     alibi: Tensor | None = None
+    dropout: WeightDropout | None = None
 
     @classmethod
     def of_rows(cls, length: int) -> "Mask":
@@ -76,6 +79,7 @@ class Backend(Protocol):
 
     name: str
     is_deterministic: bool  # with torch.use_deterministic_algorithms
+    drops_weights: bool  # of masks with a dropout
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
         """Return why it cannot take these, or None; reads no device memory."""
@@ -117,6 +121,8 @@ def check(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask, backend: Back
         raise UserError(f"attention: {shapes} are not rows of {mask.max_q} queries and {mask.max_k} keys")
     if mask.window is not None and mask.window < 1:
         raise UserError(f"attention: the window is {mask.window}; a query sees at least one key")
+    if mask.dropout is not None and not backend.drops_weights:
+        raise UserError(f"attention: {backend.name} drops no weights", hint="the backend `reference` does")
     if reason := backend.refusal(q_TNH, k_UKH, mask):
         raise UserError(
             f"attention: {backend.name} cannot take q {list(q_TNH.shape)} {q_TNH.dtype} on {q_TNH.device}: {reason}",

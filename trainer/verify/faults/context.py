@@ -12,6 +12,7 @@ from trainer.mesh.group import Group
 from trainer.mesh.layout import OVER_DATA, Axes, Axis
 from trainer.model import table
 from trainer.model.microbatch import MicroBatch
+from trainer.ops.attention.weights import WeightDropout
 from trainer.parallel import context
 from trainer.parallel.context import ContextParallel, _Halves
 from trainer.verify.faults.fault import CP, Fault
@@ -130,6 +131,13 @@ CONTEXT_FAULTS = (
         CP,
         of_the_first("loss_mask_S"),
         data={"packing": "pad"},
+    ),
+    Fault(
+        "cp-weights-of-first-heads",
+        "attention's dropout numbers heads within a cp rank",
+        CP,
+        wrapping(WeightDropout, "of_heads", lambda real, self, first: self),
+        model={"position": "rope", "attention_dropout": 0.2},
     ),
     Fault("cp-dropout-of-first", "dropout on each cp rank is that of the first", CP, of_the_first("runs"), **ROPE),
     Fault(

@@ -9,6 +9,7 @@ import torch
 from trainer.engine import Engine
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Group
+from trainer.ops import cross_entropy
 from trainer.store import plan
 from trainer.store.bucket import Bucket
 from trainer.store.store import ParameterStore
@@ -214,6 +215,13 @@ GRADIENT_FAULTS = (
         "gradients are not zeroed between steps",
         None,
         wrapping(Weight, "begin_sum", not_zeroed),
+    ),
+    Fault(
+        "cap-without-slope",
+        "the gradient of a capped logit is handed on as that of the logit",
+        None,
+        wrapping(cross_entropy, "slopes", lambda real, y, cap: torch.ones_like(real(y, cap))),
+        model={"logit_softcap": 0.5},
     ),
     Fault("stale-loss-mask", "a step has the loss mask of the step before", None, stale_mask, **PADDED),
     Fault("labels-not-shifted", "each token is its own label", None, wrapping(Engine, "start_step", labels_as_tokens)),

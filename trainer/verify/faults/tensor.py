@@ -99,6 +99,13 @@ TENSOR_FAULTS = (
         wrapping(tensor, "copy_to", lambda real, x, group: x),
     ),
     Fault(
+        "weights-dropped-by-rank",
+        "attention's dropout numbers heads within a tp rank",
+        TP,
+        wrapping(MicroBatch, "masks", lambda real, self, window, layer, _: real(self, window, layer, 0)),
+        model={"attention_dropout": 0.2},
+    ),
+    Fault(
         "row-linears-summed",
         "gradients of row linears are summed over tp",
         TP,

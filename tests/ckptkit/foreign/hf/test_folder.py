@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptkit.foreign.hf.folder import HfFolder
-from ckptkit.foreign.hf.model_table import BEYOND_KEYS, EXPERT_KEYS, ModelTable
+from ckptkit.foreign.hf.model_table import BEYOND_KEYS, CAP, EXPERT_KEYS, ModelTable
 from ckptkit.model.layout import Coords, ParallelLayout
 from ckptkit.model.tensor import Box
 from tests.ckptkit.support.hf_folders import EXPERTS, HIDDEN, read, write_folder
@@ -48,7 +48,7 @@ def test_names_shapes_and_placements_are_the_trainers(tmp_path: Path, model_type
     config = config_from(root.metadata["config"], source="the folder")
     found = {name: (info.shape, info.placement) for name, info in root.tensors.items() if "/" not in name}
     assert found == {name: (row.shape, row.placement) for name, row in parameter_table(config).items()}
-    keys = ModelTable.__dataclass_fields__.keys() - {*BEYOND_KEYS, *EXPERT_KEYS}
+    keys = ModelTable.__dataclass_fields__.keys() - {*BEYOND_KEYS, *EXPERT_KEYS, CAP}
     assert root.metadata["config"]["model"].keys() == keys
 
 
@@ -152,7 +152,7 @@ BEYOND: list[tuple[str, dict[str, Any], str]] = [
     (
         "gemma2",
         {},
-        "a soft cap of attention's scores (50.0), a soft cap of logits (30.0), queries divided by the square",
+        "a soft cap of attention's scores (50.0), queries divided by the square",
     ),
     (
         "gemma2",
