@@ -10,19 +10,18 @@ from threefold.options import Fault
 from trainer.config import Config, OptimConfig
 from trainer.config.eight_bits import fp8_faults
 from trainer.config.graphs import graph_faults
+from trainer.config.ops import op_faults
 from trainer.config.profile import profile_faults
 from trainer.config.resolve import (
     cuts_tokens,
     gathers_keys,
     has_experts,
-    layer_windows,
     layers_by_hand,
     longest_row,
     ranks_a_sample,
     row_lengths,
     tiers_of,
 )
-from trainer.config.train import NO_WINDOW
 from trainer.config.validation import best_faults, eval_faults
 
 
@@ -314,30 +313,6 @@ def state_faults(config: Config) -> Iterator[Fault]:
     if -1 < save.save_interval_s < 0:
         text = f"checkpoint.save_interval_s must be -1, 0 or seconds, got {save.save_interval_s:g}"
         yield {"checkpoint.save_interval_s"}, text
-
-
-def op_faults(config: Config) -> Iterator[Fault]:
-    """Yield faults between the forms of ops and the precision."""
-    ops = config.ops
-    for op, form in (("norm", ops.norm), ("adamw", ops.adamw)):
-        if form == "apex" and config.train.precision == "fp64":
-            text = f"ops.{op} apex is for precisions bf16, fp16 and fp32: --ops.{op} csrc"
-            yield {f"ops.{op}", "train.precision"}, text
-    if (p := config.model.attention_dropout) and ops.attention not in ("auto", "reference"):
-        text = f"ops.attention {ops.attention} drops no weights, and model.attention_dropout is {p:g}: --ops.attention "
-        yield {"ops.attention", "model.attention_dropout"}, f"{text}reference, or --model.attention-dropout 0"
-    if ops.attention in NO_WINDOW and any(layer_windows(config)):
-        text = f"ops.attention {ops.attention} has no window, and model.window is {config.model.window}: "
-        yield (
-            {"ops.attention", "model.window"},
-            f"{text}--ops.attention reference, or on GPUs --ops.attention sdpa-flash",
-        )
-    if ops.rope != "csrc" and config.model.position != "rope" and not config.model.qk_norm:
-        text = f"ops.rope {ops.rope} is for rotary positions and norms of heads: --model.position rope"
-        yield {"ops.rope", "model.position", "model.qk_norm"}, text
-    if ops.adamw != "csrc" and config.optim.moments == "bf16":
-        text = f"ops.adamw {ops.adamw} has no moments of another dtype than the masters': --optim.moments wide"
-        yield {"ops.adamw", "optim.moments"}, text
 
 
 def tier_faults(config: Config) -> Iterator[Fault]:

@@ -14,6 +14,7 @@ def graph_faults(config: Config) -> Iterator[Fault]:
     model, data = config.model, config.data
     reasons = {
         "model.dropout": ("drops by the number of a step, which a graph has for good", model.dropout > 0),
+        "model.attention_dropout": ("drops by the number of a step, too", model.attention_dropout > 0),
         "model.num_experts": ("repeats steps whose rows do not fit", model.num_experts > 0),
         "parallel.cp": ("exchanges keys in each attention, which no graph has", config.parallel.cp > 1),
         "data.document_mask": ("has other bounds in each step", data.document_mask),
