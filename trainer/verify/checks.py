@@ -7,6 +7,7 @@ called sound.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Literal
@@ -282,6 +283,24 @@ def eight_bits(bench: Bench) -> Figure:
     return Figure(f"{gap:.1e}", f"{LOSSES_WITHIN:.0e} relative")
 
 
+def rounded_sums(bench: Bench) -> Figure:
+    """Compare a run whose gradients are rounded to travel with itself, resumed and in other orders, bit by bit."""
+    how = bench.run.parallel.grad_reduce
+    if how == "wide":
+        raise NotNeeded("gradients travel in the dtype in which they are added")
+    config = replace(bench.config, parallel=replace(bench.config.parallel, grad_reduce=how))
+    rounded, largest = Bench.of_stores(config, bench.run, bench.folder / "rounded"), 0.0
+    resume(rounded)
+    with suppress(NotNeeded):
+        schedules(rounded)
+    seen, reference = rounded.layout.ranks[0], bench.reference.ranks[0]
+    for own, expected in zip(seen.losses + seen.norms, reference.losses + reference.norms, strict=True):
+        largest = max(largest, abs(own - expected) / abs(expected))
+    if not largest <= COARSE["bf16"]:
+        raise Different(f"a loss or a gradient norm is off by {largest:.1e} of that of one process")
+    return Figure(f"equal bits, then {largest:.1e}", f"{COARSE['bf16']:.0e} relative")
+
+
 def newest_step(bench: Bench) -> Figure:
     """Restore the run's own newest step in its layout and in one process: the same bits, and one step that agrees."""
     start, run = bench.saved, bench.run
@@ -320,6 +339,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "products in eight bits": eight_bits,
     "schedule, recompute, overlap": schedules,
     "passes as one graph": one_graph,
+    "gradients rounded to travel": rounded_sums,
     "the run's newest step": newest_step,
 }
 

@@ -51,9 +51,10 @@ def look_for(faults: Sequence[Fault], deadline: float) -> Iterator[Finding]:
 
 
 def run_of(fault: Fault) -> Config:
-    """Return the run that the small one of a fault is of: in its own precision, and with products in eight bits."""
+    """Return the run that the small one of a fault is of: in its own precision, with what is in eight bits."""
     small = config_of(fault)
-    return replace(small, train=replace(small.train, precision=fault.precision), fp8=fault.fp8)
+    parallel = replace(small.parallel, grad_reduce=fault.grad_reduce)
+    return replace(small, train=replace(small.train, precision=fault.precision), fp8=fault.fp8, parallel=parallel)
 
 
 def _checked(fault: Fault, folder: Path) -> Result:
