@@ -39,11 +39,13 @@ def rounding_bytes(size: int, num_parts: int, itemsize: int) -> int:
     return max(padded + min(size, AT_ONCE) * BYTES_AT_ONCE, part * itemsize)
 
 
-def packed(values: Tensor, num_parts: int, *, first: int, key: tuple[int, int], words: Sequence[int]) -> Tensor:
+def packed(
+    values: Tensor, num_parts: int, *, first: int, key: tuple[int, int], words: Sequence[int], at_once: int = AT_ONCE
+) -> Tensor:
     """Return equal parts of flat values as blocks in eight bits, each block followed by its scale: rows of int8.
 
     `first` is the place of the first value in its bucket, and a multiple of 8 as the size of a part is; `words` are
-    three that tell apart what is drawn for one place under one key.
+    three more that what is drawn depends on.
     """
     part, itemsize = len(values) // num_parts, values.itemsize
     assert part % PER_COUNTER == first % PER_COUNTER == 0, (part, first)
@@ -51,8 +53,8 @@ def packed(values: Tensor, num_parts: int, *, first: int, key: tuple[int, int], 
     blocks = functional.pad(values.view(num_parts, part), (0, num_blocks * BLOCK - part)).view(-1, BLOCK)
     rows = torch.empty(len(blocks), BLOCK + itemsize, dtype=torch.int8, device=values.device)
     scales = rows[:, BLOCK:].view(values.dtype)
-    for start in range(0, len(blocks), AT_ONCE // BLOCK):
-        some = slice(start, start + AT_ONCE // BLOCK)
+    for start in range(0, len(blocks), at_once // BLOCK):
+        some = slice(start, start + at_once // BLOCK)
         scale = _scales(blocks[some])
         numbers = torch.arange(start, start + len(scale), device=values.device)
         places = first + numbers // num_blocks * part + numbers % num_blocks * BLOCK

@@ -143,6 +143,7 @@ class Bucket:
         self._is_written: torch.cuda.Event | None = None
         self.owned_segments = plan.segments(*self.owned)
         self.updated_segments = plan.segments(*self.updated)
+        self.gaps = plan.gaps(self.group.size)
         self.resident_segments = plan.segments(*self._resident)
 
     def begin_step(self, step: int) -> None:
@@ -207,10 +208,8 @@ class Bucket:
         key = tensor_key(self.options.seed, f"sum of {self.plan.runs[0].names[0]}")
         key0, key1, _, _ = philox4x32([self._step & MASK, self._step >> 32, 0, 0], key & MASK, key >> 32)
         is_first = group is self.inner
-        for gap in (
-            self.plan.gaps(group.size * self.outer.size) if is_first else ()
-        ):  # of a lease they may hold anything
-            gradients[slice(*gap)].zero_()
+        for start, stop in self.gaps if is_first else ():
+            gradients[start:stop].zero_()  # a lease may hold anything there
         words = self._num_sums, group.index, 0 if is_first else 1
         first = 0 if is_first else self._summed[0]
         return rounding.packed(gradients, group.size, first=first, key=(key0, key1), words=words)

@@ -66,9 +66,12 @@ def test_every_plan_is_a_configuration_that_starts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("leases_with_content")
 @pytest.mark.parametrize(
     ("zero", "shard", "how"),
-    [*((zero, shard, "wide") for zero, shard in ((0, 0), (1, 0), (2, 0), (3, 0), (2, 2), (3, 2))),
-     (1, 0, "bf16"), (1, 0, "int8"), (3, 2, "int8")],
-)  # fmt: skip
+    [
+        *((zero, shard, "wide") for zero, shard in ((0, 0), (1, 0), (2, 0), (3, 0), (2, 2), (3, 2))),
+        *((1, 0, how) for how in ("bf16", "int8")),
+        (3, 2, "int8"),
+    ],
+)
 def test_weights_travel_as_in_the_run(zero: Literal[0, 1, 2, 3], shard: int, how: Any) -> None:
     run = run_of("examples/gpt-small.toml", model__num_layers="5", model__vocab_size="512")
     parallel = replace(run.parallel, dp=4, zero_stage=zero, dp_shard=shard, grad_reduce=how)

@@ -54,13 +54,13 @@ def test_a_sum_is_that_of_its_parts() -> None:
     assert (arrived(values, 3) - exact).abs().max() <= 3 * values.abs().max() / 127 * (1 + 1e-4)
 
 
-def test_what_is_drawn_depends_on_the_place_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_drawn_depends_on_the_place_alone() -> None:
     values = gradients(0, 2048)
     whole = packed(values, 1)
     assert torch.equal(packed(values, 4), whole)
     assert torch.equal(packed(values[1024:], 2, first=1024), whole[8:])
-    monkeypatch.setattr(rounding, "AT_ONCE", 384)
-    assert torch.equal(packed(values, 4), whole)
+    in_pieces = rounding.packed(values, 4, first=0, key=KEY, words=WORDS, at_once=384)
+    assert torch.equal(in_pieces, whole)
     for words in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         assert not torch.equal(packed(values, 1, words=words), whole)
 
@@ -104,10 +104,13 @@ def test_processes_exchange_the_same_parts() -> None:
 
 
 def assert_near(runs: list[list[tuple[int, Any, Any]]]) -> None:
+    largest = 0.0
     for run in runs:
         for size, own, expected in run:
-            gap = abs(own - expected)[own != 0].max()  # what no parameter has is zero
-            assert (0 < gap < size * 5 / 100) if size > 1 else (gap < 1e-6)
+            gaps = abs(own - expected)[own != 0]  # what no parameter has is zero
+            assert (gaps < (size * 5 / 100 if size > 1 else 1e-6)).all()
+            largest = max([largest, *gaps])
+    assert largest > 0.01
 
 
 @pytest.mark.parametrize(

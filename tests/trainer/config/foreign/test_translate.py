@@ -270,30 +270,12 @@ def test_the_keys_of_a_deepspeed_file_are_read(tmp_path: Path, capsys: pytest.Ca
     assert (config.optim.lr, config.optim.beta1, config.optim.beta2) == (0.01, 0.8, 0.9)
     path.write_text(json.dumps(tables | {"zero_optimization": {"stage": 3}}))
     assert parsed("--deepspeed_config", str(path), "run.toml")[1].parallel.zero_stage == 3
-    for is_on, how in ((True, "int8"), (False, "wide")):
-        path.write_text(json.dumps(tables | {"zero_optimization": {"stage": 3, "zero_quantized_gradients": is_on}}))
-        assert parsed("--deepspeed_config", str(path), "run.toml")[1].parallel.grad_reduce == how
     path.write_text(json.dumps(tables | {"amp": {"enabled": True}, "foo": 1}))
     lines = refused(capsys, "run.toml", "--deepspeed", str(path))
     assert [line.removeprefix(f"{path}: ").split(":")[0] for line in lines] == [
         "amp.enabled",
         "foo",
     ]
-
-
-@pytest.mark.parametrize(
-    ("tables", "text"),
-    [
-        ({"optimizer": {"type": "OneBitAdam"}}, "--parallel.grad-reduce int8"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "weights travel in the precision of the model"),
-        ({"communication_data_type": "int4"}, "--parallel.grad-reduce is wide, bf16 or int8"),
-    ],
-)
-def test_keys_of_deepspeed_that_send_less(
-    tables: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(tables))
-    assert text in refused(capsys, "run.toml", "--deepspeed", str(tmp_path / "ds.json"))[0]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "1", pytest.param("[" * 100_000, id="nested")])
