@@ -8,7 +8,7 @@ called sound.
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Literal
 
@@ -37,39 +37,11 @@ from trainer.verify.compare import (
 from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
 from trainer.verify.initial import compare_initial
+from trainer.verify.result import Figure, NotNeeded, NotRun, Result, State
 from trainer.verify.shrink import forms_of_cpu, shrunk
 from trainer.verify.trial import SavedStep, Stream, first_weights, read_stream, try_steps, with_stores
 
-State = Literal["ok", "FAILED", "not run", "not needed"]
 COARSE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2, "fp64": LOSSES_WITHIN}  # relative, of a loss of few steps
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What became of a check: the largest difference that it found, how much it allows, and what differs first."""
-
-    name: str
-    state: State
-    difference: str = ""
-    bound: str = ""
-    text: str = ""
-    seconds: float = 0.0
-
-
-class NotRun(Exception):
-    """A check cannot be made here."""
-
-
-class NotNeeded(Exception):
-    """A check has nothing to compare in this run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """What a check found and allows, as it is printed; a difference beyond that is raised as Different."""
-
-    difference: str
-    bound: str
 
 
 def losses_and_norms(bench: Bench) -> Figure:

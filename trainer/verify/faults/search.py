@@ -9,9 +9,10 @@ from typing import Literal
 
 from trainer.config import Config
 from trainer.verify.bench import Bench
-from trainer.verify.checks import CHECKS, Result, run_check
+from trainer.verify.checks import CHECKS, run_check
 from trainer.verify.faults.fault import Fault, config_of
 from trainer.verify.faults.planting import Patches
+from trainer.verify.result import Result
 from trainer.verify.shrink import Shrunk
 
 State = Literal["found", "NOT FOUND", "not run"]
