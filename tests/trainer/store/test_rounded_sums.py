@@ -21,6 +21,7 @@ from trainer.run.memory import rank_memory
 from trainer.verify.threads import run_threads
 
 KEY, WORDS = (5, 7), (0, 0, 0)
+LATER = [pytest.mark.slow, pytest.mark.ci]
 SHARDED: dict[str, Any] = {"zero_stage": 3, "dp_shard": 2, "zero_whole_kib": 0}
 
 
@@ -117,12 +118,12 @@ def assert_near(runs: list[list[tuple[int, Any, Any]]]) -> None:
     ("layout", "parallel", "changed"),
     [
         ("dp2", {}, {"overlap_grad_reduce": False, "overlap_param_gather": False}),
-        ("dp2-pp2", {}, {"schedule": "gpipe"}),
-        ("dp2-pp2", {}, {"schedule": "zb-h1"}),
-        ("dp4", SHARDED, {"overlap_grad_reduce": False}),
-        ("dp4", SHARDED, {"zero_stage": 2}),
-        ("dp2-pp2", SHARDED | {"dp_shard": 0}, {"schedule": "gpipe"}),
-        ("dp2-pp2", SHARDED | {"dp_shard": 0}, {"schedule": "zb-h1"}),
+        pytest.param("dp2-pp2", {}, {"schedule": "gpipe"}, marks=LATER),
+        pytest.param("dp2-pp2", {}, {"schedule": "zb-h1"}, marks=LATER),
+        pytest.param("dp4", SHARDED, {"overlap_grad_reduce": False}, marks=LATER),
+        pytest.param("dp4", SHARDED, {"zero_stage": 2}, marks=LATER),
+        pytest.param("dp2-pp2", SHARDED | {"dp_shard": 0}, {"schedule": "gpipe"}, marks=LATER),
+        pytest.param("dp2-pp2", SHARDED | {"dp_shard": 0}, {"schedule": "zb-h1"}, marks=LATER),
     ],
 )
 def test_orders_of_passes_change_no_bit(layout: str, parallel: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -130,7 +131,7 @@ def test_orders_of_passes_change_no_bit(layout: str, parallel: dict[str, Any], c
     assert_equal(one, replace(one, parallel=replace(one.parallel, **changed)))
 
 
-@pytest.mark.parametrize("parallel", [{}, SHARDED], ids=["stage 1", "shard groups"])
+@pytest.mark.parametrize("parallel", [pytest.param({}, marks=LATER), SHARDED], ids=["stage 1", "shard groups"])
 def test_training_is_near(parallel: dict[str, Any]) -> None:
     narrow = config("dp4", **parallel)
     wide = replace(narrow, parallel=replace(narrow.parallel, grad_reduce="wide"))
