@@ -134,7 +134,7 @@ class Engine:
 
     def _passes(self, step: int, batch: Batch, scale: Scale) -> tuple[Tensor, Tensor]:
         """Run the passes of a step; return its loss and the squared norms of its gradients: this rank's share."""
-        self.store.begin_step()
+        self.store.begin_step(step)
         loss = self._run(
             schedule_of(self.config),
             self._microbatches(step, batch, scale=scale),

@@ -72,6 +72,12 @@ def test_a_step_with_a_loss_scale_reads_nothing_back(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_step_that_rounds_gradients_reads_nothing_back(device: str) -> None:
+    config = small(config_for("llama", ParallelLayout(dp=2), device=device))
+    run_threads(2, two_steps, replace(config, parallel=replace(config.parallel, grad_reduce="int8")))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -16,8 +16,8 @@ from trainer.config import Config
 from trainer.config.foreign.translate import translated
 
 if TYPE_CHECKING:
-    from trainer.verify.checks import Result
     from trainer.verify.faults.fault import Fault
+    from trainer.verify.result import Result
     from trainer.verify.shrink import Shrunk
 
 

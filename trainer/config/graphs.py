@@ -15,6 +15,10 @@ def graph_faults(config: Config) -> Iterator[Fault]:
     reasons = {
         "model.dropout": ("drops by the number of a step, which a graph has for good", model.dropout > 0),
         "model.attention_dropout": ("drops by the number of a step, too", model.attention_dropout > 0),
+        "parallel.grad_reduce": (
+            "rounds by the number of a step, which a graph has for good",
+            config.parallel.grad_reduce == "int8",
+        ),
         "model.num_experts": ("repeats steps whose rows do not fit", model.num_experts > 0),
         "parallel.cp": ("exchanges keys in each attention, which no graph has", config.parallel.cp > 1),
         "data.document_mask": ("has other bounds in each step", data.document_mask),

@@ -134,10 +134,11 @@ class ParallelConfig:
         flags=["--overlap-grad-reduce"],
         keeps_bits=True,
     )
-    grad_reduce: Literal["wide", "bf16"] = option(
+    grad_reduce: Literal["wide", "bf16", "int8"] = option(
         "wide",
         "dtype in which gradients travel to their owners, who add in the wide one; bf16 halves the traffic, rounds "
-        "each rank's part and takes 4 bytes a parameter during the sums",
+        "each rank's part and takes 4 bytes a parameter during the sums; int8 is half of that, with a scale for each "
+        "128 elements, and rounds at random by place",
         flags=["--grad-reduce"],
         needs={"zero_stage": (1, 2, 3)},
     )

@@ -9,6 +9,7 @@ from trainer.config.resolve import keeps_gathered
 from trainer.engine import DTYPES
 from trainer.mesh.layout import GROUPS, nested
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.rounding import packed_bytes
 from trainer.store.leases import LEASES
 from trainer.store.plan import BucketPlan, ParameterRun, plan_buckets
 
@@ -32,8 +33,6 @@ def store_moves(config: Config, runs: list[ParameterRun], places: Mapping[str, t
     """
     parallel, number = config.parallel, config.train.gradient_accumulation_steps
     dtype = DTYPES[config.train.precision]
-    width = dtype.itemsize if parallel.grad_reduce == "bf16" else wide_dtype(dtype).itemsize
-    total = "reduce_scatter" if parallel.zero_stage else "all_reduce"
     cut, whole = list[BucketPlan](), list[BucketPlan]()
     for bucket in plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize):
         axes = bucket.runs[0].holders
@@ -43,7 +42,7 @@ def store_moves(config: Config, runs: list[ParameterRun], places: Mapping[str, t
     for bucket in whole:
         name = NAMES[bucket.runs[0].holders]
         size = bucket.size(places[name][0])
-        yield StoreMove(total, name, size * width, 1, is_of_pass=False)
+        yield StoreMove(*sum_of(config, size, name, places), 1, is_of_pass=False)
         if parallel.zero_stage:
             yield StoreMove("all_gather", name, size * dtype.itemsize, 1, is_of_pass=False)
     reads = gathers_by_unit(config, cut)
@@ -51,12 +50,20 @@ def store_moves(config: Config, runs: list[ParameterRun], places: Mapping[str, t
         axes, unit = bucket.runs[0].holders, bucket.runs[0].unit
         inner, outer = (NAMES[part] if part else "" for part in nested(axes))
         size = bucket.size(places[NAMES[axes]][0])
-        yield StoreMove(total, inner, size * width, number, is_of_pass=True)
+        yield StoreMove(*sum_of(config, size, inner, places), number, is_of_pass=True)
         yield StoreMove("all_gather", inner, size * dtype.itemsize, reads[unit], is_of_pass=reads[unit] > 1)
         if outer and places[outer][0] > 1:
             kept = size // places[inner][0]
-            yield StoreMove(total, outer, kept * width, 1, is_of_pass=False)
+            yield StoreMove(*sum_of(config, kept, outer, places), 1, is_of_pass=False)
             yield StoreMove("all_gather", outer, kept * dtype.itemsize, 1, is_of_pass=False)
+
+
+def sum_of(config: Config, size: int, group: str, places: Mapping[str, tuple[int, int]]) -> tuple[str, str, int]:
+    """Return the call that sums so many gradients over a group: its kind, the group and its bytes."""
+    parallel, wide, num_ranks = config.parallel, wide_dtype(DTYPES[config.train.precision]).itemsize, places[group][0]
+    if parallel.grad_reduce == "wide" or num_ranks == 1:
+        return "reduce_scatter" if parallel.zero_stage else "all_reduce", group, size * wide
+    return "all_to_all", group, 2 * size if parallel.grad_reduce == "bf16" else packed_bytes(size, num_ranks, wide)
 
 
 def gathers_by_unit(config: Config, buckets: list[BucketPlan]) -> dict[str, float]:

@@ -11,9 +11,12 @@ from threefold import __version__
 from trainer.config import CheckpointConfig, Config, TrainConfig
 from trainer.config.eight_bits import eight_bit_names, left_weights
 from trainer.config.resolve import cuts_tokens, has_experts, layer_windows, layout_of, longest_row, row_lengths
+from trainer.engine import DTYPES
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
+from trainer.ops.dtypes import wide_dtype
+from trainer.ops.rounding import BLOCK, packed_bytes
 from trainer.pipeline.graph import WARM_UP_STEPS
 from trainer.run.environment import queues_text
 
@@ -68,6 +71,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         *(("loss scale", text) for text in scale_text(train)),
         *(("fp8", text) for text in fp8_text(config)),
         *(("attention", text) for text in weights_text(config, device)),
+        *(("gradients", text) for text in gradients_text(config)),
         *(("queues", text) for text in [queues_text(config, device)] if text),
         *(("graphs", text) for text in graphs_text(config, device)),
     ]
@@ -99,6 +103,14 @@ def scale_text(train: TrainConfig) -> Iterator[str]:
     for scale in scales:
         if math.frexp(scale)[0] != 0.5:
             yield f"warning: {scale:,.15g} is not a power of two, so that scaling rounds gradients"
+
+
+def gradients_text(config: Config) -> Iterator[str]:
+    """Yield as what gradients travel to be summed, if they are rounded for that."""
+    wide = wide_dtype(DTYPES[config.train.precision]).itemsize
+    name, width = config.parallel.grad_reduce, {"bf16": 2.0, "int8": packed_bytes(BLOCK, 1, wide) / BLOCK}
+    if name in width and layout_of(config).world_size > 1:
+        yield f"travel in {name}, {width[name]:.4g} bytes an element in place of {wide}, to be summed"
 
 
 def fp8_text(config: Config) -> Iterator[str]:

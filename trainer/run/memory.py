@@ -18,6 +18,7 @@ from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.ops.momentum import AT_ONCE
 from trainer.ops.muon import direction_dtype
+from trainer.ops.rounding import BLOCK, rounding_bytes
 from trainer.run.activations import activation_bytes
 from trainer.run.temporaries import temporary_bytes
 from trainer.store.leases import LEASES, num_leased
@@ -81,7 +82,7 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
         * (len(OPTIMIZERS[run.optimizer].states) * moments + master)
         for run in runs
     )
-    parameters = gradients = travelling = 0
+    parameters = gradients = travelling = of_rounding = 0
     leased: dict[str, int] = {}  # elements of the buckets that are cut, by unit
     buckets = plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize)
     for bucket in buckets:
@@ -93,19 +94,21 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
         parameters += kept if parallel.zero_stage >= 3 else size
         gradients += kept
         travelling += kept if num_holders > (num_inner if is_cut else 1) else 0  # once a step
+        if parallel.grad_reduce == "int8" and num_holders > 1:
+            of_rounding = max(of_rounding, rounding_bytes(size, num_inner if is_cut else num_holders, wide.itemsize))
         leased[bucket.runs[0].unit] = leased.get(bucket.runs[0].unit, 0) + size * is_cut
     of_gradients = num_leased(leased.values(), LEASES)
     most = len(leased) if keeps_gathered(config) else LEASES
     of_parameters = num_leased(leased.values(), most) if parallel.zero_stage >= 3 else 0
-    if parallel.grad_reduce == "bf16":  # what this rank sends and what it receives
-        gradients += 4 * (travelling + of_gradients) // wide.itemsize
+    bits = {"wide": 0.0, "bf16": 16.0, "int8": 8 * (1 + wide.itemsize / BLOCK)}[parallel.grad_reduce]
+    exchanged = 2 * int((travelling + of_gradients) * bits / 8)  # what this rank sends and what it receives
     is_gpu, held = config.train.device != "cpu", {run.holders for run in runs}
     used = (
         held
         | {part for axes in held for part in nested(axes) if part}
         | {(Axis.TP,), (Axis.DP,), (Axis.CP,), (Axis.EP,)}
     )
-    exchanging = used if parallel.grad_reduce == "bf16" else {(Axis.CP,)}
+    exchanging = used if parallel.grad_reduce != "wide" else {(Axis.CP,)}
     if parallel.moe_dispatch == "alltoall":
         exchanging = exchanging | {(Axis.EP,)}
     most_peers = max(sizes[axes] for axes in exchanging) - 1
@@ -113,11 +116,11 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     of_update = update_bytes(config, buckets, sizes)  # while no pass has activations
     return RankMemory(
         parameters=parameters * dtype.itemsize,
-        gradients=gradients * wide.itemsize,
+        gradients=gradients * wide.itemsize + exchanged,
         optimizer=optimizer,
         leases=of_parameters * dtype.itemsize + of_gradients * wide.itemsize,
         activations=activations,
-        temporaries=max(temporary_bytes(config, pp), of_update - activations),
+        temporaries=max(temporary_bytes(config, pp) + of_rounding, of_update - activations),
         copies=copy_bytes(config, runs),
         groups=group_bytes(groups, layout.rank(Coords(pp=pp)), used, most_peers) if is_gpu else 0,
         context=CONTEXT_BYTES if is_gpu else 0,

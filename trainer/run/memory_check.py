@@ -169,7 +169,7 @@ def kinds(config: Config) -> Iterator[Sequence[Settings]]:
     yield [{"train.max_logits_gib": gib} for gib in (1.0, 0.25) if not 0 < train.max_logits_gib <= gib]
     yield [{"optim.master": "split"}] * (optim.master == "wide" and train.precision == "bf16")
     yield [{"optim.moments": "bf16"}] * (optim.moments == "wide")
-    yield [{"parallel.grad_reduce": "wide"}] * (parallel.grad_reduce == "bf16")
+    yield [{"parallel.grad_reduce": "wide"}] * (parallel.grad_reduce != "wide")
     yield [{"parallel.schedule": "1f1b"}] * (parallel.pp > 1 and parallel.schedule != "1f1b")
 
 

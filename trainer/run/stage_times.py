@@ -77,7 +77,7 @@ def time_passes(engine: Engine, stage: int, batch: MicroBatch) -> list[float]:
     num_parts = engine.mesh.tp.size if cuts_tokens(engine.config) else 1
     shape_TD = len(batch.tokens_S) // num_parts, engine.config.model.hidden_size
     received = torch.randn(shape_TD, device=device, dtype=engine.dtype)
-    engine.store.begin_step()
+    engine.store.begin_step(0)
     moments = [Moment(device)]
     out = chunk.forward(received.requires_grad_() if stage else None, batch)
     if (weights_S := batch.weights_S) is not None and chunk.head is not None:

@@ -19,8 +19,9 @@ from trainer.linear.weight import Access, Weight, add_or_write
 from trainer.mesh.group import Group, Work
 from trainer.mesh.layout import nested
 from trainer.mesh.mesh import ProcessMesh
-from trainer.ops import split
+from trainer.ops import rounding, split
 from trainer.ops.dtypes import wide_dtype
+from trainer.ops.philox import MASK, philox4x32, tensor_key
 from trainer.store.optimizers import OPTIMIZERS
 from trainer.store.plan import BucketPlan, Segment
 
@@ -31,13 +32,15 @@ class StoreOptions:
 
     They cut the optimizer state from stage 1 on, gradients from 2 and parameters from 3, these two inside each replica
     and but for buckets of less than `whole_bytes`. `keeps_gathered` keeps parameters until the end of the step.
-    `summed` is the dtype in which gradients travel to their owners, who add in the wide one. `overlaps_reduce` sums
-    gradients beside the backward, `overlaps_gather` updates and gathers beside what follows.
+    `summed` is the dtype in which gradients travel to their owners, who add in the wide one; into int8 they are rounded
+    by place under a `seed`. `overlaps_reduce` sums gradients beside the backward, `overlaps_gather` updates and gathers
+    beside what follows.
     """
 
     dtype: torch.dtype
     moments: torch.dtype
     summed: torch.dtype
+    seed: int
     bucket_bytes: int
     zero_stage: int
     whole_bytes: int
@@ -54,7 +57,8 @@ class StoreOptions:
         return cls(
             dtype,
             torch.bfloat16 if config.optim.moments == "bf16" else wide,
-            torch.bfloat16 if parallel.grad_reduce == "bf16" else wide,
+            {"wide": wide, "bf16": torch.bfloat16, "int8": torch.int8}[parallel.grad_reduce],
+            config.train.seed,
             parallel.bucket_mib << 20,
             zero_stage=parallel.zero_stage,
             whole_bytes=parallel.zero_whole_kib << 10,
@@ -131,7 +135,7 @@ class Bucket:
         like = self.master if options.with_optimizer else self.master[:0]
         self.states = {name: torch.zeros_like(like, dtype=options.moments) for name in self.optimizer.states}
         self.weights = list[Weight]()
-        self._num_sums, self._ends_step = 0, True
+        self._num_sums, self._ends_step, self._step = 0, True, 0
         self._reducing: Work | None = None
         self._reducing_outer: Work | None = None
         self._gathering: Work | None = None
@@ -139,11 +143,12 @@ class Bucket:
         self._is_written: torch.cuda.Event | None = None
         self.owned_segments = plan.segments(*self.owned)
         self.updated_segments = plan.segments(*self.updated)
+        self.gaps = plan.gaps(self.group.size)
         self.resident_segments = plan.segments(*self._resident)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Let the first contribution to each gradient, or the first sum, overwrite what is there."""
-        self._num_sums = 0
+        self._num_sums, self._step = 0, step
         for weight in self.weights:
             weight.begin_sum()
 
@@ -191,10 +196,23 @@ class Bucket:
     def _start_sum(self, group: Group, gradients: Tensor) -> Work:
         """Begin a sum over a group, rounded to travel if `summed` is not the gradients' dtype."""
         if self.options.summed != gradients.dtype and group.size > 1:
-            return group.start_exchange(gradients.to(self.options.summed))
+            is_packed = self.options.summed == torch.int8
+            sent = self._packed(group, gradients) if is_packed else gradients.to(self.options.summed)
+            return group.start_exchange(sent)
         if self.options.sharded:
             return group.start("reduce_scatter", gradients)
         return group.start("all_reduce", gradients, "sum")
+
+    def _packed(self, group: Group, gradients: Tensor) -> Tensor:
+        """Round what this rank has for a sum of a step, by places: of each element, and of this rank in the group."""
+        key = tensor_key(self.options.seed, f"sum of {self.plan.runs[0].names[0]}")
+        key0, key1, _, _ = philox4x32([self._step & MASK, self._step >> 32, 0, 0], key & MASK, key >> 32)
+        is_first = group is self.inner
+        for start, stop in self.gaps if is_first else ():
+            gradients[start:stop].zero_()  # a lease may hold anything there
+        words = self._num_sums, group.index, 0 if is_first else 1
+        first = 0 if is_first else self._summed[0]
+        return rounding.packed(gradients, group.size, first=first, key=(key0, key1), words=words)
 
     def finish_reduce(self) -> None:
         """Wait for the sum, if one has begun, and begin that over replicas behind the last of a step."""
@@ -314,7 +332,9 @@ class Bucket:
 def _finish_sum(work: Work, own: Tensor) -> None:
     """Wait for a sum over a group; if it was rounded to travel, add what each rank has for this one, in `own`."""
     found = work.wait()
-    if found.dtype != own.dtype:
+    if found.dtype == torch.int8:
+        rounding.sum_packed(found, work.group.size, own)
+    elif found.dtype != own.dtype:
         torch.sum(found.view(work.group.size, -1), 0, dtype=own.dtype, out=own)
 
 

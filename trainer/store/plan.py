@@ -72,6 +72,12 @@ class BucketPlan:
         """Return the positions [start, stop) that a holder owns."""
         return shard_interval(self._offsets_and_total()[1], num_holders, index, self.itemsize)
 
+    def gaps(self, num_holders: int) -> list[tuple[int, int]]:
+        """Return the positions [start, stop) between runs, and behind the last, that no parameter has."""
+        ends = [offset + run.numel for offset, run in zip(self.offsets, self.runs, strict=True)]
+        begins = [*self.offsets[1:], self.size(num_holders)]
+        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+
     def parameters(self) -> Iterable[tuple[str, Shape, int]]:
         """Yield each parameter's name, shape and offset; inside a run there are no gaps."""
         for run, offset in zip(self.runs, self.offsets, strict=True):

@@ -130,10 +130,13 @@ class ParameterStore:
 
     # --- steps
 
-    def begin_step(self) -> None:
-        """Let the first contribution to each gradient overwrite what is there, and gather what is read first."""
+    def begin_step(self, step: int) -> None:
+        """Let the first contribution to each gradient overwrite what is there, and gather what is read first.
+
+        The step is the one that follows `step` steps.
+        """
         for bucket in self.buckets:
-            bucket.begin_step()
+            bucket.begin_step(step)
         self.parameter_leases.begin_step()
         self.gradient_leases.begin_step()
         for residence in [each for each in self.residences.values() if each.is_gathered][:1]:

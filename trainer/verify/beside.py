@@ -21,7 +21,8 @@ from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.run.memory_check import with_values
 from trainer.verify.bench import Bench
-from trainer.verify.checks import CHECKS, Result, run_check
+from trainer.verify.checks import CHECKS, run_check
+from trainer.verify.result import Result
 
 MANY = 32  # ranks from which on a second process is worth its start
 BESIDE = frozenset(("no wait of the host", "products in eight bits", "schedule, recompute, overlap"))  # about half

@@ -13,7 +13,7 @@ from threefold.masking import masked_values
 from threefold.page import render_page
 from trainer.config import Config
 from trainer.config.resolve import layout_of
-from trainer.verify.checks import Result
+from trainer.verify.result import Result
 from trainer.verify.shrink import Shrunk
 
 

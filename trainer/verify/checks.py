@@ -7,7 +7,8 @@ called sound.
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Literal
 
@@ -36,39 +37,11 @@ from trainer.verify.compare import (
 from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
 from trainer.verify.initial import compare_initial
+from trainer.verify.result import Figure, NotNeeded, NotRun, Result, State
 from trainer.verify.shrink import forms_of_cpu, shrunk
 from trainer.verify.trial import SavedStep, Stream, first_weights, read_stream, try_steps, with_stores
 
-State = Literal["ok", "FAILED", "not run", "not needed"]
 COARSE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2, "fp64": LOSSES_WITHIN}  # relative, of a loss of few steps
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What became of a check: the largest difference that it found, how much it allows, and what differs first."""
-
-    name: str
-    state: State
-    difference: str = ""
-    bound: str = ""
-    text: str = ""
-    seconds: float = 0.0
-
-
-class NotRun(Exception):
-    """A check cannot be made here."""
-
-
-class NotNeeded(Exception):
-    """A check has nothing to compare in this run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """What a check found and allows, as it is printed; a difference beyond that is raised as Different."""
-
-    difference: str
-    bound: str
 
 
 def losses_and_norms(bench: Bench) -> Figure:
@@ -282,6 +255,24 @@ def eight_bits(bench: Bench) -> Figure:
     return Figure(f"{gap:.1e}", f"{LOSSES_WITHIN:.0e} relative")
 
 
+def rounded_sums(bench: Bench) -> Figure:
+    """Compare a run whose gradients are rounded to travel with itself, resumed and in other orders, bit by bit."""
+    how = bench.run.parallel.grad_reduce
+    if how == "wide":
+        raise NotNeeded("gradients travel in the dtype in which they are added")
+    config = replace(bench.config, parallel=replace(bench.config.parallel, grad_reduce=how))
+    rounded, largest = Bench.of_stores(config, bench.run, bench.folder / "rounded"), 0.0
+    resume(rounded)
+    with suppress(NotNeeded):
+        schedules(rounded)
+    seen, reference = rounded.layout.ranks[0], bench.reference.ranks[0]
+    for own, expected in zip(seen.losses + seen.norms, reference.losses + reference.norms, strict=True):
+        largest = max(largest, abs(own - expected) / abs(expected))
+    if not largest <= COARSE["bf16"]:
+        raise Different(f"a loss or a gradient norm is off by {largest:.1e} of that of one process")
+    return Figure(f"equal bits, then {largest:.1e}", f"{COARSE['bf16']:.0e} relative")
+
+
 def newest_step(bench: Bench) -> Figure:
     """Restore the run's own newest step in its layout and in one process: the same bits, and one step that agrees."""
     start, run = bench.saved, bench.run
@@ -320,6 +311,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "products in eight bits": eight_bits,
     "schedule, recompute, overlap": schedules,
     "passes as one graph": one_graph,
+    "gradients rounded to travel": rounded_sums,
     "the run's newest step": newest_step,
 }
 

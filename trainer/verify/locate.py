@@ -11,9 +11,10 @@ from trainer.config import Config, ParallelConfig
 from trainer.config.check import cross_faults
 from trainer.config.resolve import layout_of, resolve
 from trainer.verify.bench import NUM_STEPS, Bench
-from trainer.verify.checks import CHECKS, Result, run_check
+from trainer.verify.checks import CHECKS, run_check
 from trainer.verify.compare import compare_states
 from trainer.verify.difference import Different
+from trainer.verify.result import Result
 from trainer.verify.shrink import shrunk
 
 OF_EXPERTS = ("ep", "etp", "moe_dispatch", "moe_rows", "moe_overlap_parts")

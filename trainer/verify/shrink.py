@@ -124,6 +124,7 @@ def _parallel(config: Config, max_ranks: int) -> ParallelConfig:
         virtual_stages=virtual,
         pipeline_layout=",".join(map(str, by_hand)) if by_hand else parallel.pipeline_layout,
         bucket_mib=0,
+        grad_reduce="wide",  # what travels rounded has a check of its own
         zero_whole_kib=min(whole, 1) if parallel.zero_stage > 1 else whole,
     )
 

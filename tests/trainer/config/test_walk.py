@@ -205,6 +205,12 @@ def test_one_fault(tables: dict, text: str) -> None:
             1,
             "parallel.grad_reduce needs parallel.zero_stage = 1 or 2 or 3, which is 0: --parallel.zero-stage 1",
         ),
+        (
+            {},
+            {"grad_reduce": "int8", "zero_stage": 0},
+            1,
+            "parallel.grad_reduce needs parallel.zero_stage = 1 or 2 or 3, which is 0: --parallel.zero-stage 1",
+        ),
         ({}, {"virtual_stages": 2}, 1, "parallel.virtual_stages 2 is for several pipeline ranks, parallel.pp is 1"),
         ({}, {"tp": 2, "dp": 2}, 2, "tp 2 * pp 1 * dp 2 needs 4 processes, started are 2"),
         ({}, {"tp": 2}, 3, "tp 2 * pp 1 needs 2 processes, started are 3"),

@@ -89,6 +89,7 @@ def test_other_rows_are_recorded_again() -> None:
     [
         ({"model": {"dropout": 0.1}}, "model.dropout drops by the number of a step"),
         ({"model": {"attention_dropout": 0.1}}, "model.attention_dropout drops by the number of a step"),
+        ({"parallel": {"grad_reduce": "int8"}}, "parallel.grad_reduce rounds by the number of a step"),
         ({"data": {"document_mask": True}}, "data.document_mask has other bounds in each step"),
         ({"data": {"packing": "pad"}}, "data.packing puts documents in rows"),
         ({"profile": {"nvtx": True}}, "profile.nvtx marks passes and layers"),

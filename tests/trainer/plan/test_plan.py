@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -64,10 +64,17 @@ def test_every_plan_is_a_configuration_that_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("leases_with_content")
-@pytest.mark.parametrize(("zero", "shard"), [(0, 0), (1, 0), (2, 0), (3, 0), (2, 2), (3, 2)])
-def test_weights_travel_as_in_the_run(zero: Literal[0, 1, 2, 3], shard: int) -> None:
+@pytest.mark.parametrize(
+    ("zero", "shard", "how"),
+    [
+        *((zero, shard, "wide") for zero, shard in ((0, 0), (1, 0), (2, 0), (3, 0), (2, 2), (3, 2))),
+        *((1, 0, how) for how in ("bf16", "int8")),
+        (3, 2, "int8"),
+    ],
+)
+def test_weights_travel_as_in_the_run(zero: Literal[0, 1, 2, 3], shard: int, how: Any) -> None:
     run = run_of("examples/gpt-small.toml", model__num_layers="5", model__vocab_size="512")
-    parallel = replace(run.parallel, dp=4, zero_stage=zero, dp_shard=shard)
+    parallel = replace(run.parallel, dp=4, zero_stage=zero, dp_shard=shard, grad_reduce=how)
     train = replace(run.train, micro_batch_size=1, global_batch_size=12)
     config = resolve(replace(run, parallel=parallel, train=train), 4)
     runs = local_runs(config, parameter_table(config), layout_of(config), Coords())

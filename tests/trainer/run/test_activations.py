@@ -72,7 +72,7 @@ def test_what_is_kept_is_what_a_graph_holds(choice: str, num_layers: int, model:
 
 def graph_bytes(engine: Engine) -> int:
     """What the graph of a rank's forward pass holds."""
-    engine.store.begin_step()
+    engine.store.begin_step(0)
     batch = random_batch(engine)
     with Born() as born:
         loss = engine.chunks[0].forward(None, batch)

@@ -113,7 +113,7 @@ def test_the_estimate_is_what_a_backward_pass_leaves_to_w(model: dict) -> None:
     tables = {"model": shape, "train": train, "parallel": {"pp": 2, "schedule": "zb-h1"}}
     config = config_from(tables, source="", world_size=2)
     engine = Engine(config, mesh_of(config, 0, torch.device("cpu"), network=Nobody(2)))
-    engine.store.begin_step()
+    engine.store.begin_step(0)
     out = engine.chunks[0].forward(None, random_batch(engine))
     with engine.store.wgrads.putting_off() as products:
         out.backward(torch.ones_like(out))

@@ -55,7 +55,7 @@ def test_a_run_that_fits_is_not_refused(
     network = Nobody(layout_of(config).world_size)
     with Peak() as peak:
         engine = Engine(config, mesh_of(config, 0, torch.device("cpu"), network=network))
-        engine.store.begin_step()
+        engine.store.begin_step(0)
         batch = random_batch(engine)
         loss = engine.chunks[0].forward(None, batch)
         torch.autograd.backward(loss.sum())

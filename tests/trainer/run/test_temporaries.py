@@ -49,7 +49,7 @@ def _no_wide_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def share_of_peak(engine: Engine, held_bytes: int = 0) -> float:
     """What is counted for a pass, and what a test holds besides, over what its tensors take."""
-    engine.store.begin_step()
+    engine.store.begin_step(0)
     batch = random_batch(engine)
     weights_S = batch.weights_S
     if weights_S is None:

@@ -10,9 +10,17 @@ from tests.trainer.support.training import Job, curve, hash_of
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["muon", "lion", "sgd"])
-def test_a_killed_run_has_the_bits_of_one_that_was_not(name: str, job_config: Path, tmp_path: Path) -> None:
-    flags = [job_config, "--tp", 2, "--train-steps", 12, "--save-interval", 2, "--train.precision", "bf16"]
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *((name, ["--tp", 2]) for name in ("muon", "lion", "sgd")),
+        ("adamw", ["--dp", 2, "--micro-batch-size", 1, "--grad-reduce", "int8"]),
+    ],
+)
+def test_a_killed_run_has_the_bits_of_one_that_was_not(
+    name: str, words: list[object], job_config: Path, tmp_path: Path
+) -> None:
+    flags = [job_config, *words, "--train-steps", 12, "--save-interval", 2, "--train.precision", "bf16"]
     jobs = {}
     for run in ("whole", "killed"):
         save = ["--optim.name", name, "--save", tmp_path / run]

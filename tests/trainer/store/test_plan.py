@@ -41,6 +41,12 @@ def test_runs_are_aligned_and_apart(shapes: list[tuple[int, ...]], itemsize: int
     assert ends[-1] <= plan.size(1)
 
 
+def test_gaps_are_what_no_run_has() -> None:
+    plan = BucketPlan(tuple(runs_of([(16,), (3,), (30,)])), 4)
+    assert (plan.offsets, plan.size(4), plan.gaps(4)) == ([0, 16, 32], 64, [(19, 32), (62, 64)])
+    assert plan.gaps(1) == [(19, 32), (62, 64)]
+
+
 def test_fused_parameters_are_one_matrix_without_gaps() -> None:
     shapes = {"norm": (3,), "q": (4, 3), "out": (3, 4), "k": (2, 3), "v": (2, 3)}
     names = dict.fromkeys(shapes, "layer")

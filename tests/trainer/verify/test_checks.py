@@ -70,6 +70,16 @@ def test_eight_bits_are_compared_in_sizes_that_take_them(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.ci
+@pytest.mark.parametrize("how", ["bf16", "int8"])
+def test_a_run_that_rounds_gradients_is_sound(how: str, tmp_path: Path) -> None:
+    flags = {"parallel__dp": "2", "train__micro_batch_size": "2", "parallel__grad_reduce": how}
+    bench = bench_of(tmp_path, run_of("examples/tiny.toml", **flags))
+    for name in ("losses, norms, evaluation", "weights and moments", "gradients rounded to travel"):
+        assert run_check(name, CHECKS[name], bench).state == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.ci
 def test_schedules_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("examples/tiny.toml", parallel__pp="2", parallel__dp="2", train__micro_batch_size="2")
     check = "schedule, recompute, overlap"

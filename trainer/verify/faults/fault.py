@@ -22,6 +22,7 @@ LOSSES, WEIGHTS = "losses, norms, evaluation", "weights and moments"
 RESUME, ANOTHER_LAYOUT, RESHARD = "resume, the same layout", "resume, one process", "save and reshard"
 WAITS, PRECISION, EIGHT_BITS = "no wait of the host", "precision of the run", "products in eight bits"
 SCHEDULES, INITIAL, GRAPHS = "schedule, recompute, overlap", "initial values", "passes as one graph"
+ROUNDED = "gradients rounded to travel"
 
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2,
@@ -81,6 +82,7 @@ class Fault:
     optim: Mapping[str, Any] = field(default_factory=dict)
     fp8: Fp8Config = field(default_factory=Fp8Config)
     precision: Literal["fp64", "bf16"] = "fp64"  # of the run; the small one is of fp64
+    grad_reduce: Literal["wide", "int8"] = "wide"  # of the run too
     check: str = ""
     peer: str = ""
 

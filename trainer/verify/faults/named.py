@@ -17,6 +17,7 @@ from trainer.verify.faults.leases import LEASE_FAULTS
 from trainer.verify.faults.optimizers import OPTIMIZER_FAULTS
 from trainer.verify.faults.passes import PASS_FAULTS
 from trainer.verify.faults.recompute import RECOMPUTE_FAULTS
+from trainer.verify.faults.rounding import ROUNDING_FAULTS
 from trainer.verify.faults.saves import SAVE_FAULTS
 from trainer.verify.faults.stages import STAGE_FAULTS
 from trainer.verify.faults.streams import STREAM_FAULTS
@@ -44,6 +45,7 @@ _ALL = (
     *EXPERT_FAULTS,
     *DISPATCH_FAULTS,
     *EIGHT_BIT_FAULTS,
+    *ROUNDING_FAULTS,
     *SAVE_FAULTS,
 )
 FAULTS = {fault.name: fault for fault in _ALL}

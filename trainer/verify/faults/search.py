@@ -9,9 +9,10 @@ from typing import Literal
 
 from trainer.config import Config
 from trainer.verify.bench import Bench
-from trainer.verify.checks import CHECKS, Result, run_check
+from trainer.verify.checks import CHECKS, run_check
 from trainer.verify.faults.fault import Fault, config_of
 from trainer.verify.faults.planting import Patches
+from trainer.verify.result import Result
 from trainer.verify.shrink import Shrunk
 
 State = Literal["found", "NOT FOUND", "not run"]
@@ -51,9 +52,10 @@ def look_for(faults: Sequence[Fault], deadline: float) -> Iterator[Finding]:
 
 
 def run_of(fault: Fault) -> Config:
-    """Return the run that the small one of a fault is of: in its own precision, and with products in eight bits."""
+    """Return the run that the small one of a fault is of: in its own precision, with what is in eight bits."""
     small = config_of(fault)
-    return replace(small, train=replace(small.train, precision=fault.precision), fp8=fault.fp8)
+    parallel = replace(small.parallel, grad_reduce=fault.grad_reduce)
+    return replace(small, train=replace(small.train, precision=fault.precision), fp8=fault.fp8, parallel=parallel)
 
 
 def _checked(fault: Fault, folder: Path) -> Result:
