@@ -50,8 +50,8 @@ def turned(real: Any, config: Any) -> Any:
     return real(config)[::-1]
 
 
-def over_documents(real: Any, self: MicroBatch, **own: Any) -> Any:
-    return real(self if own["window"] is None else replace(self, documents=None), **own)
+def over_documents(real: Any, self: MicroBatch, window: int | None, *own: Any) -> Any:
+    return real(self if window is None else replace(self, documents=None), window, *own)
 
 
 def masks_of_the_layer_above(patch: Patch) -> None:
@@ -73,7 +73,7 @@ def masks_from_zero(patch: Patch) -> None:
 
 def one_mask_a_batch(patch: Patch) -> None:
     masks: dict[int, Any] = {}
-    wrapping(MicroBatch, "mask", lambda real, self, **own: masks.setdefault(id(self), real(self, **own)))(patch)
+    wrapping(MicroBatch, "masks", lambda real, self, *own: masks.setdefault(id(self), real(self, *own)))(patch)
 
 
 TOKEN_FAULTS = (
@@ -125,7 +125,7 @@ TOKEN_FAULTS = (
         "window-over-documents",
         "a window goes on before the begin of a document",
         None,
-        wrapping(MicroBatch, "mask", over_documents),
+        wrapping(MicroBatch, "masks", over_documents),
         model=WINDOWS,
         documents=True,
     ),
