@@ -55,7 +55,7 @@ def sums_on(rank: int, layout: ParallelLayout, *, network: Network | None = None
     mesh, wide = ProcessMesh(layout, rank, torch.device("cpu"), timeout_s=60, network=network), torch.float64
     runs = local_runs(config_for("llama", ParallelLayout()), TABLE, layout, mesh.coords)
     options = StoreOptions(
-        wide, wide, wide, 1 << 20, zero_stage=1, whole_bytes=0, keeps_gathered=False, with_optimizer=True,
+        wide, wide, wide, 0, 1 << 20, zero_stage=1, whole_bytes=0, keeps_gathered=False, with_optimizer=True,
         splits_master=False, overlaps_reduce=False, overlaps_gather=False,
     )  # fmt: skip
     store = ParameterStore(TABLE, runs, mesh, options)
