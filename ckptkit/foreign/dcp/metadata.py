@@ -11,7 +11,7 @@ from ckptkit.foreign.checks import checked, inner_file, row_of_sizes, shown
 from ckptkit.foreign.stored_parts import Place
 from ckptkit.foreign.torch_files.archive import ITEMSIZES
 from ckptkit.foreign.torch_files.pickle_writer import Call, Global, Made, Pairs, pickled
-from ckptkit.foreign.torch_files.restricted_pickle import Name, Record, parsed
+from ckptkit.foreign.torch_files.restricted_pickle import GETATTR, Name, Record, parsed
 from ckptkit.format.dcp_state import Path, checked_path
 from threefold.errors import UserError
 
@@ -23,7 +23,7 @@ ALLOWED = frozenset([
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )),
-    f"{_FILES}._StorageInfo", "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
+    f"{_FILES}._StorageInfo", GETATTR, "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local")
       for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
     *(f"torch.{dtype}" for dtype in ITEMSIZES),

@@ -22,6 +22,7 @@ LEAST_VALUES, VALUES_PER_BYTE = 1 << 20, 16  # how many values there may be, eac
 MAX_KEY, MAX_TUPLES = (1 << 60) - 1, 4096  # of numbers, whose hashes differ then; and how many tuples may be keys
 VALUE_BYTES = 64  # a text counts as one more value for so many bytes
 HOLDERS, TEXTS = frozenset([list, tuple, set, frozenset]), frozenset([str, bytes])
+GETATTR = "builtins.getattr"  # by which some releases of Python 3.11 write a member of an enumeration
 BASE: Any = pickle._Unpickler
 
 
@@ -76,6 +77,10 @@ class _Parser(BASE):  # type: ignore[misc]
         args, name = self.stack.pop(), self.stack[-1]
         if type(name) is not Name or type(args) is not tuple:
             raise pickle.UnpicklingError("a call of what is not a name")
+        if name == GETATTR:
+            if len(args) != 2 or type(args[0]) is not Name or type(args[1]) is not str:
+                raise pickle.UnpicklingError("an attribute of what is not a name")
+            name, args = args[0], args[1:]
         is_dict = (name == "collections.OrderedDict" and not args) or name == "collections.defaultdict"
         self.stack[-1] = {} if is_dict else Record(name, args)
 

@@ -9,7 +9,7 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.fp8 import RECIPES, eight_bits
-from tests.trainer.support.parity import config_for, in_groups, local_batch, make_engine
+from tests.trainer.support.parity import config_for, in_groups, local_batch, make_engine, small
 from tests.trainer.support.ranks import run_ranks
 from trainer.config import Config
 from trainer.config.check import cross_faults
@@ -25,7 +25,7 @@ NAMES = ("tokens", "labels", "positions", "loss_mask")  # of a batch's tensors
 
 
 def plain(name: str = "llama", *, device: str = "cpu", precision: str = "fp64", **train: Any) -> Config:
-    config = config_for(name, ParallelLayout(), device=device, precision=precision)
+    config = small(config_for(name, ParallelLayout(), device=device, precision=precision))
     model = replace(config.model, dropout=0.0)
     return replace(config, model=model, train=replace(config.train, **train))
 
