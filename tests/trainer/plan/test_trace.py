@@ -68,7 +68,6 @@ def test_a_step_that_drops_weights_of_attention_is_traced() -> None:
     check(replace(config, model=replace(config.model, attention_dropout=0.1)))
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 @settings(examples, max_examples=30)
 @given(config=configs(layouts(16)))
