@@ -126,20 +126,6 @@ def test_damaged_data_is_one_error(data: bytes) -> None:
         parsed(data, ALLOWED, "here")
 
 
-def test_a_member_of_an_enumeration_is_described_however_python_writes_it() -> None:
-    """By its class and value, or by `getattr` of its class and name."""
-    allowed, member = [*ALLOWED, "builtins.getattr"], Call(Global("a", "Class"), ("NAME",))
-    by_name = Call(Global("builtins", "getattr"), (Global("a", "Class"), "NAME"))
-    for value in (member, by_name):
-        found = parsed(pickled(value), allowed, "here")
-        assert (found.name, found.args) == ("a.Class", ("NAME",))
-    with pytest.raises(CheckFailed, match=r"here names 'builtins\.getattr'"):
-        parsed(pickled(by_name), ALLOWED, "here")
-    for args in (("text", "NAME"), (Global("a", "Class"), 1), (Global("a", "Class"),)):
-        with pytest.raises(CheckFailed, match="an attribute of what is not a name"):
-            parsed(pickled(Call(Global("builtins", "getattr"), args)), allowed, "here")
-
-
 def test_a_large_number_takes_no_memory() -> None:
     """In C the memo would be a table of as many places."""
     assert parsed(b"\x80\x02ctorch\nSize\nr\xff\xff\xff\x7f.", ALLOWED, "here") == "torch.Size"
