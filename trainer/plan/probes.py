@@ -173,7 +173,7 @@ def linear(buffers: Buffers, dtype: torch.dtype, sides: tuple[int, int, int], re
 
 
 def attention(buffers: Buffers, dtype: str, rows: tuple[int, int], heads: tuple[int, int, int]) -> Probe:
-    """Return that of so many tokens in rows of a length, and of query heads, so many of them a key head, of a size."""
+    """Return the probe of attention over `rows`, tokens and the length of a row, and `heads`: number, ratio, size."""
     tokens, length = rows
     number, ratio, size = heads
     mask = Mask.of_rows(length)
