@@ -1,8 +1,9 @@
-"""What `trainer bench gpu` measures: rounds over all probes, so that each is timed between the others, as in a step.
+"""What `trainer bench gpu` measures: rounds over all probes, mixed as in a step, so that each is timed between others.
 
-A GPU under load has less power for each product than one that rests, and what a kernel reads is not in a cache: rounds
-see to both. The host enqueues a round and waits at its end. The first round is not counted, a figure is the median of
-the others. What fails on a device, such as products in eight bits, is left out and said.
+A GPU under load has less power for each product than one that rests, and kernels that move bytes are such a rest. What
+a kernel reads is not in a cache, either. The host enqueues a round and waits at its end. The first round is not
+counted, a figure is the median of the others. What fails on a device, such as products in eight bits, is left out and
+said.
 """
 
 import os
@@ -12,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import torch
 
@@ -23,12 +24,14 @@ from trainer.config.resolve import resolve
 from trainer.job.ranks import Ranks
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import ProcessMesh
-from trainer.plan.calibration import Calibration, PartRate
+from trainer.plan.calibration import UNITS, Calibration, PartRate
 from trainer.plan.probes import OF_CPU, OF_GPU, Probe, Scale, probes
 from trainer.run.bench_comm import rows_of_groups
 from trainer.run.stage_times import stage_times
 
 LAUNCHES, REPEATS, FEW_LAYERS, MORE_LAYERS = 2000, 10, 2, 10
+BESIDE = 0.2  # of the time of products: what attention takes in a round, and all other kernels
+OPERATIONS_S, BYTES_S = 6e14, 2e12  # by which that time is guessed
 COLLECTIVE_MIB = (0.0625, 1.0, 16.0, 128.0)
 
 
@@ -74,20 +77,41 @@ def working(known: list[Probe], device: torch.device, say: Callable[[str], None]
 def timed(known: list[Probe], device: torch.device, seconds: float) -> dict[tuple[int, str], float]:
     """Return the median seconds of each pass of each probe."""
     by_pass: dict[tuple[int, str], list[float]] = defaultdict(list)
-    end, is_warm = time.monotonic() + seconds, False
+    order, end, is_warm = mixed(known), time.monotonic() + seconds, False
     while not by_pass or time.monotonic() < end:
-        moments = []
-        for probe in known:
-            passes = probe.run()
-            moments.append([Moment(device) for _ in passes])
-        for number, (probe, marks) in enumerate(zip(known, moments, strict=True)):
-            for way, (begin, after) in zip(probe.work, pairwise(marks), strict=True):
+        moments = [(number, [Moment(device) for _ in known[number].run()]) for number in order]
+        for number, marks in moments:
+            for way, (begin, after) in zip(known[number].work, pairwise(marks), strict=True):
                 if is_warm:
                     by_pass[number, way].append(after.seconds_since(begin))
-        for marks in moments:
-            marks[-1].wait()
         is_warm = True
     return {key: max(statistics.median(spans), 1e-9) for key, spans in by_pass.items()}
+
+
+def mixed(known: list[Probe]) -> list[int]:
+    """Return the order of a round: behind each product those of attention and of other kernels that are due, the ones
+    with few operations many times.
+
+    With two products of a second and a kernel of 0.1 s the kernel is run twice behind each.
+    """
+    spent: dict[str, float] = defaultdict(float)
+    kinds = [probe.part if probe.part in UNITS else "kernel" for probe in known]
+    of_kind = {kind: [number for number, own in enumerate(kinds) if own == kind] for kind in (*UNITS, "kernel")}
+    rests = {kind: cycle(numbers) for kind, numbers in of_kind.items() if kind != "product" and numbers}
+    order = list[int]()
+
+    def add(number: int) -> None:
+        order.append(number)
+        rate = OPERATIONS_S if known[number].part in UNITS else BYTES_S
+        spent[kinds[number]] += sum(known[number].work.values()) / rate
+
+    for number in of_kind["product"]:
+        add(number)
+        for kind, numbers in rests.items():
+            while spent[kind] < BESIDE * spent["product"]:
+                add(next(numbers))
+    left = set(range(len(known))) - set(order)
+    return order + [number for number in range(len(known)) if number in left]
 
 
 def host_bytes() -> int:

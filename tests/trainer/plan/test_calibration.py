@@ -16,7 +16,7 @@ from tests.trainer.support.option_walk import run_of
 from threefold.errors import UserError
 from trainer.cli import main
 from trainer.plan.calibration import Calibration, PartRate, read_calibration
-from trainer.plan.measured import timed, working
+from trainer.plan.measured import BYTES_S, OPERATIONS_S, mixed, timed, working
 from trainer.plan.probes import BOTH, LINEAR, Probe, Scale, probes
 from trainer.plan.rates import KERNELS, LAUNCH_S, Rates
 from trainer.plan.search import fixed_plan
@@ -95,6 +95,17 @@ def test_each_part_runs_and_what_does_not_is_left_out(tmp_path: Path) -> None:
     assert set(times) == {(number, way) for number, probe in enumerate(known) for way in probe.work}
     assert min(times.values()) > 0
     assert {probe.part for probe in known} == {"product", "attention", *KERNEL_PARTS}
+
+
+def test_a_round_has_each_probe_and_rests_between_products() -> None:
+    def probe(part: str, work: float) -> Probe:
+        return Probe(part, "bf16", (1,), {"forward": work}, lambda: iter([None]))
+
+    second, tenth = probe("product", OPERATIONS_S), probe("copy", 0.1 * BYTES_S)
+    assert mixed([second, second, tenth]) == [0, 2, 2, 1, 2, 2]
+    both = [second, tenth, probe("attention", 0.2 * OPERATIONS_S), tenth]
+    assert mixed(both) == [0, 2, 1, 3]
+    assert mixed([second, tenth, tenth, tenth]) == [0, 1, 2, 3], "a probe that was not due comes last"
 
 
 @pytest.mark.cuda
