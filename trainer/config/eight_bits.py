@@ -66,6 +66,14 @@ def keeps_columns(config: Config, *, experts: bool) -> int:
     return number // max(len(layers), 1)
 
 
+def keeps_weights(config: Config) -> bool:
+    """Return whether weights in eight bits are kept from one use to the next.
+
+    Where dp cuts them they are not there, and with one micro-batch a step each copy is used once.
+    """
+    return config.parallel.zero_stage < 3 and config.train.gradient_accumulation_steps > 1
+
+
 def left_weights(config: Config) -> list[str]:
     """Return each kind of weight that stays as it is, with the reason: `mlp.down 40 x 24 is off 16`.
 

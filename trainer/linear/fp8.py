@@ -138,8 +138,8 @@ class Fp8Gemm:
     """The products of a weight [N, K] in eight bits; owned by the training thread.
 
     Ranks that have the same rows of W have a part of dy each, which is summed before the cast: the first of them has
-    the products. With `keeps_copies` the weight is cast once an update, both ways if it `is_trained`, else at each use,
-    as it is not there between its passes. With `keeps_columns` a forward pass keeps x transposed in eight bits, and not
+    the products. With `keeps_copies` the weight is cast once an update, both ways if it `is_trained`, else at each use.
+    With `keeps_columns` a forward pass keeps x transposed in eight bits, and not
     x itself, which nothing else keeps.
     """
 

@@ -6,7 +6,7 @@ import torch
 
 from threefold.errors import UserError
 from trainer.config import Config
-from trainer.config.eight_bits import eight_bit_names, linears_of
+from trainer.config.eight_bits import eight_bit_names, keeps_weights, linears_of
 from trainer.linear.fp8 import CastCounts, CutAlong, Fp8Gemm, Recipe
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
@@ -39,7 +39,7 @@ def multiply_in_eight_bits(
                     sums=_if_cut(mesh.tp) if linear.own[1] < linear.shape[1] else (),
                     sharers=mesh.kv if prod(linear.own) * mesh.tp.size > prod(linear.shape) else None,
                 ),
-                keeps_copies=config.parallel.zero_stage < 3,
+                keeps_copies=keeps_weights(config),
                 # the result of attention is there for its own backward
                 keeps_columns=config.train.recompute == "none" and ".attn.out." not in linear.name,
                 is_trained=store.options.with_optimizer,

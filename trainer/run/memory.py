@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from ckptkit import Coords
 from trainer.config import Config
-from trainer.config.eight_bits import eight_bit_names
+from trainer.config.eight_bits import eight_bit_names, keeps_weights
 from trainer.config.resolve import keeps_gathered, kv_replicas, layout_of
 from trainer.engine import DTYPES
 from trainer.mesh.layout import GROUPS, Axes, Axis, groups_needed, nested
@@ -147,8 +147,8 @@ def update_bytes(config: Config, buckets: Sequence[BucketPlan], sizes: Mapping[A
 
 
 def copy_bytes(config: Config, runs: Sequence[ParameterRun]) -> int:
-    """Return what weights in eight bits take, as they are and transposed; those that dp cuts are cast at each use."""
-    names = eight_bit_names(config) if config.parallel.zero_stage < 3 else set()
+    """Return what weights in eight bits take that are kept, as they are and transposed."""
+    names = eight_bit_names(config) if keeps_weights(config) else set()
     return sum(2 * run.numel for run in runs if run.names[0] in names)
 
 

@@ -8,6 +8,7 @@ Kernels of attention on GPUs sum gradients in the wide dtype. Source: Dao, "Flas
 from itertools import accumulate
 
 from trainer.config import Config
+from trainer.config.eight_bits import keeps_weights
 from trainer.config.resolve import cuts_tokens, gathers_keys, schedule_of
 from trainer.engine import DTYPES
 from trainer.model.recompute import Recompute
@@ -82,9 +83,12 @@ def layer_bytes(config: Config, sizes: Sizes, again: Recompute) -> int:
         forward += sizes.product // itemsize
         narrow += (1 + is_narrow) * whole // itemsize + is_narrow * sizes.product // itemsize
         widen += ((1 + is_narrow) * sizes.packed + is_narrow * whole) // itemsize
+        parts = 2 if config.model.activation == "swiglu" else 1
+        down = config.model.ffn_hidden_size // config.parallel.tp * config.model.hidden_size
+        if not keeps_weights(config):  # the weight that is multiplied, as it is or transposed
+            forward, narrow, widen = forward + down, narrow + down, widen + parts * down
         if is_narrow and config.train.gradient_accumulation_steps > 1:  # a product that is added behind it
-            parts = 2 if config.model.activation == "swiglu" else 1
-            widen += parts * config.model.ffn_hidden_size // config.parallel.tp * config.model.hidden_size * 4
+            widen += parts * down * 4
     # attention's backward, while a layer that is made again as a whole has gate and up still
     freed = 0 if again.is_full else norm + sizes.packed * (not makes_mlp)
     kernel = sizes.queries + sizes.heads + sizes.sums_of(config)  # the gradients of its result, q, k and v
