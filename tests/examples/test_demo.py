@@ -12,7 +12,6 @@ ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "examples" / "demo.py"
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_demo_in_float64_agrees_throughout(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ class ModelConfig:
     )
     norm: Literal["rmsnorm", "layernorm"] = option("rmsnorm", "normalisation before attention, MLP and head")
     norm_eps: float = option(1e-5, "added to the variance in a norm", above=0)
-    position: Literal["rope", "learned", "none"] = option("rope", "how positions enter the model")
+    position: Literal["rope", "learned", "alibi", "none"] = option(
+        "rope", "how positions enter the model; with alibi scores fall with the distance, by a slope of each head"
+    )
     num_positions: int = option(0, "rows of learned positions; 0 means train.seq_length", minimum=0)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0, needs=ROPE)
     rope_scaling: Literal["none", "linear", "llama3"] = option(

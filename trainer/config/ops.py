@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from threefold.options import Fault
 from trainer.config import Config
 from trainer.config.resolve import layer_windows
-from trainer.config.train import NO_WINDOW
+from trainer.config.train import ALIBI, NO_WINDOW
 
 
 def op_faults(config: Config) -> Iterator[Fault]:
@@ -18,6 +18,9 @@ def op_faults(config: Config) -> Iterator[Fault]:
     if (p := config.model.attention_dropout) and ops.attention not in ("auto", "reference"):
         text = f"ops.attention {ops.attention} drops no weights, and model.attention_dropout is {p:g}: --ops.attention "
         yield {"ops.attention", "model.attention_dropout"}, f"{text}reference, or --model.attention-dropout 0"
+    if config.model.position == "alibi" and ops.attention not in ("auto", *ALIBI):
+        text = f"ops.attention {ops.attention} has no ALiBi, and model.position is alibi: --ops.attention reference, "
+        yield {"ops.attention", "model.position"}, f"{text}or on GPUs --ops.attention flash-2"
     if ops.attention in NO_WINDOW and any(layer_windows(config)):
         text = f"ops.attention {ops.attention} has no window, and model.window is {config.model.window}: "
         yield (

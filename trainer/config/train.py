@@ -143,6 +143,7 @@ class TrainConfig(StepConfig):
 AttentionName = Literal[
     "auto", "sdpa-cpu", "sdpa-flash", "flash-2", "flash-3", "flash-4", "sdpa-cudnn", "sdpa-efficient", "reference"
 ]
+ALIBI = ("reference", "flash-2")  # backends that have it
 NO_WINDOW = ("sdpa-cpu", "flash-3", "sdpa-cudnn", "sdpa-efficient")  # of these backends
 
 

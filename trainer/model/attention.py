@@ -68,7 +68,8 @@ class Attention:
     def attend(self, x_TD: Tensor, batch: MicroBatch, results: list[Tensor] | None = None) -> Tensor:
         """Return the result of this rank's heads, [S, N H]; `results` as for `trainer.ops.attention.seam.attention`."""
         heads = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)
-        masks = batch.masks(self.window, self.number, self.tensor.group.index * self.counts[0])
+        first = self.tensor.group.index * self.counts[0]
+        masks = batch.masks(self.window, self.number, range(first, first + self.counts[0]))
         backend = self.choices.attention[masks[0].kind]
         y_SNH = self.context.attend(*heads, masks, batch.seq_length, backend, results)
         return y_SNH.flatten(1)

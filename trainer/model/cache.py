@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer.model.attention import Attention
 from trainer.model.microbatch import MicroBatch
 from trainer.ops.attention.seam import Backend, Mask, attention
+from trainer.ops.dtypes import wide_dtype
 
 # not cuDNN's, which is the first on new GPUs: it builds a plan for each number of keys, so for each token
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -142,21 +143,19 @@ class LayerCache:
         """Keep keys and values, and return attention of the turn's queries to what is kept of their rows, [S, N, H]."""
         turn = self.cache.turn
         if any(turn.starts):
-            return self._further(turn, q_SNH, k_SKH, v_SKH)
+            return self._further(turn, q_SNH, k_SKH, v_SKH, masks[0].alibi)
         parts = zip(turn.rows, *(x.split(turn.counts) for x in (q_SNH, k_SKH, v_SKH)), strict=True)
-        return torch.cat([self._first(row, q, k, v, masks[0].window, backend) for row, q, k, v in parts])
+        return torch.cat([self._first(row, q, k, v, masks[0], backend) for row, q, k, v in parts])
 
-    def _first(
-        self, row: int, q_SNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, window: int | None, backend: Backend
-    ) -> Tensor:
+    def _first(self, row: int, q_SNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, like: Mask, backend: Backend) -> Tensor:
         num_tokens, size = len(k_SKH), self.k_BKLH.shape[2]
         slots_L = self.cache.rows_B.new_tensor(range(max(num_tokens - size, 0), num_tokens)) % size
         for kept_BKLH, new_SKH in ((self.k_BKLH, k_SKH), (self.v_BKLH, v_SKH)):
             kept_BKLH[row].index_copy_(1, slots_L, new_SKH[-size:].transpose(0, 1))
-        mask = Mask(None, None, num_tokens, num_tokens, window)
+        mask = Mask(None, None, num_tokens, num_tokens, like.window, like.alibi)
         return attention(q_SNH, k_SKH, v_SKH, mask, backend)
 
-    def _further(self, turn: Turn, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor) -> Tensor:
+    def _further(self, turn: Turn, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, alibi_N: Tensor | None) -> Tensor:
         slots, rows = turn.slots_of(self.k_BKLH.shape[2]), slice(turn.rows.start, turn.rows.stop)
         k_BKLH, v_BKLH = self.k_BKLH[rows], self.v_BKLH[rows]
         for kept_BKLH, new_BKH in ((k_BKLH, k_BKH), (v_BKLH, v_BKH)):
@@ -166,4 +165,16 @@ class LayerCache:
                 kept_BKLH[self.cache.rows_B[: len(new_BKH)], :, slots.number] = new_BKH
         k_BKLH, v_BKLH = k_BKLH[:, :, : slots.num_used], v_BKLH[:, :, : slots.num_used]
         q_BKGH = q_BNH.unflatten(1, (k_BKH.shape[1], -1))  # heads that share keys are queries of one head
-        return F.scaled_dot_product_attention(q_BKGH, k_BKLH, v_BKLH, slots.used_B11L).flatten(1, 2)
+        if alibi_N is None:
+            return F.scaled_dot_product_attention(q_BKGH, k_BKLH, v_BKLH, slots.used_B11L).flatten(1, 2)
+        bias_BKGL = self._fall(turn, slots, alibi_N.view(q_BKGH.shape[1:3]))
+        q_BKGH, k_BKLH, v_BKLH = (x.to(wide_dtype(x.dtype)) for x in (q_BKGH, k_BKLH, v_BKLH))  # as scores are
+        y_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKLH, v_BKLH, bias_BKGL.to(q_BKGH.dtype))
+        return y_BKGH.to(q_BNH.dtype).flatten(1, 2)
+
+    def _fall(self, turn: Turn, slots: Slots, slopes_KG: Tensor) -> Tensor:
+        """Return what is added to the scores of slots, by how far each is behind its row's token."""
+        numbers_L = torch.arange(slots.num_used, device=slopes_KG.device)
+        distances_BL = (turn.batch.positions_S.unsqueeze(1) - numbers_L) % self.k_BKLH.shape[2]
+        bias_BKGL = -slopes_KG.unsqueeze(-1) * distances_BL[:, None, None]
+        return bias_BKGL if slots.used_B11L is None else bias_BKGL.masked_fill(~slots.used_B11L, -torch.inf)

@@ -19,6 +19,7 @@ from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import Recompute
 from trainer.model.stages import stage_ranges
+from trainer.ops.attention.slopes import alibi_slopes
 from trainer.ops.rope import rotary_frequencies, turns_at
 from trainer.parallel.context import ContextParallel
 from trainer.parallel.cuts import Cuts
@@ -95,6 +96,8 @@ class Chunk:
         if model.position == "rope":
             frequencies_H = rotary_frequencies(model, device=x_TD.device)
             batch = replace(batch, turns_SH=turns_at(batch.positions_S, frequencies_H, x_TD.dtype))
+        elif model.position == "alibi":
+            batch = replace(batch, slopes_N=alibi_slopes(model.num_heads, device=x_TD.device))
         for block in self.blocks:
             with self.around_layer(block.number):
                 x_TD, branch_TD = block(x_TD, branch_TD, batch)

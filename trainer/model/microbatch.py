@@ -55,8 +55,9 @@ class MicroBatch:
     those of the T tokens that this rank has of an activation whose tokens are cut; None if they are not.
     `positions_S` are what the model is shown, which may restart with each document. `dropout` is None if nothing is
     dropped; `scale` returns the factor of a token's loss in the step's, in the wide dtype; an evaluation has none.
-    `turns_SH` are the angles of rotary positions, which the layers share. `documents` are the int32 bounds of documents
-    that attention does not cross, and the tokens of the longest one, among the tokens that attention sees: all ranks'.
+    `turns_SH` are the angles of rotary positions, `slopes_N` ALiBi's of all heads: layers share them. `documents` are
+    the int32 bounds of documents that attention does not cross, and the tokens of the longest one, among the tokens
+    that attention sees: all ranks'.
     `halves` are the masks of the two parts of this rank's tokens, if these see keys that were gathered. `seen_runs` are
     the places of the tokens whose queries attention has, all ranks' or each half's.
     `groups_S` are what an evaluation sums losses by.
@@ -71,6 +72,7 @@ class MicroBatch:
     dropout: DropoutKey | None
     scale: Scale | None = None
     turns_SH: Tensor | None = None
+    slopes_N: Tensor | None = None
     documents: tuple[Tensor, int] | None = None
     own_runs: Runs | None = None
     halves: tuple[Mask, ...] = ()
@@ -83,29 +85,27 @@ class MicroBatch:
         scale = None if self.scale is None else self.scale()
         return None if scale is None else self.loss_mask_S.to(scale.dtype) * scale
 
-    def mask(self, *, window: int | None = None, alibi: Tensor | None = None) -> Mask:
-        """Return which keys a query of a layer sees: those of its row, or document, up to its own place.
-
-        `window` and `alibi` are the layer's own, as in `Mask`.
-        """
+    def mask(self) -> Mask:
+        """Return which keys a query sees: those of its row, or document, up to its own place."""
         bounds, longest = (None, self.seq_length) if self.documents is None else self.documents
-        return Mask(bounds, bounds, longest, longest, window, alibi)
+        return Mask(bounds, bounds, longest, longest)
 
-    def masks(self, window: int | None, layer: int, first_head: int) -> tuple[Mask, ...]:
+    def masks(self, window: int | None, layer: int, heads: range) -> tuple[Mask, ...]:
         """Return the mask of a layer for all tokens that attention sees, or for each half of this rank's.
 
-        Weights are dropped by the numbers of the layer and of this rank's first head in it.
+        Weights are dropped by the numbers of the layer and of this rank's `heads` in it, which have slopes of ALiBi.
         """
-        masks = self.halves or (self.mask(),)
+        alibi = None if self.slopes_N is None else self.slopes_N[heads.start : heads.stop]
+        masks = tuple(replace(mask, window=window, alibi=alibi) for mask in self.halves or (self.mask(),))
         key, length = self.dropout, self.seq_length
         if key is None or not key.weights:
-            return tuple(replace(mask, window=window) for mask in masks)
+            return masks
         first_key = self.seen_runs[0][0].start // length * length
         drops = [
-            WeightDropout(key.weights, key.seed, key.step, layer, length, runs, first_key, first_head)
+            WeightDropout(key.weights, key.seed, key.step, layer, length, runs, first_key, heads.start)
             for runs in self.seen_runs
         ]
-        return tuple(replace(mask, window=window, dropout=drop) for mask, drop in zip(masks, drops, strict=True))
+        return tuple(replace(mask, dropout=drop) for mask, drop in zip(masks, drops, strict=True))
 
     def drop(self, x_TD: Tensor, *, layer: int, site: int) -> Tensor:
         """Drop elements of what this rank has of an activation, each by its token's place."""

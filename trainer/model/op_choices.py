@@ -129,7 +129,8 @@ def choose_attention(
         torch.empty(number, max(heads // num_ranks, 1), model.head_size, dtype=dtype, device=mesh.device)
         for number, heads in ((num_queries, model.num_heads), (num_keys, model.num_kv_heads))
     )
-    masks = [replace(like, window=window) for window in dict.fromkeys(layer_windows(config))]
+    slopes = torch.zeros(q_TNH.shape[1], device=mesh.device) if model.position == "alibi" else None
+    masks = [replace(like, window=window, alibi=slopes) for window in dict.fromkeys(layer_windows(config))]
     named = "reference" if model.attention_dropout else config.ops.attention
     if named != "auto":
         backend = backend_named(named)

@@ -184,7 +184,8 @@ class _ToHeads(torch.autograd.Function):
         num_parts = 1 if any(number % 2 for number in num_heads) else 2
         ctx.group, ctx.backend, ctx.shapes = group, backend, [x.shape for x in inputs]
         ctx.counts = [number // num_parts for number in num_heads]
-        ctx.masks = _by_heads(mask, [group.index * num_heads[0] + part * ctx.counts[0] for part in range(num_parts)])
+        firsts = [group.index * num_heads[0] + part * ctx.counts[0] for part in range(num_parts)]
+        ctx.masks = [_of_heads(mask, range(first, first + ctx.counts[0])) for first in firsts]
         of_ranks = [_by_rank(x, size).chunk(num_parts, 2) for x in inputs]
         coming = [_start(group, parts) for parts in zip(*of_ranks, strict=True)]
         saved, returning, before = list[Tensor](), list[Work](), list(results or ())
@@ -216,10 +217,10 @@ class _ToHeads(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None
 
 
-def _by_heads(mask: Mask, firsts: Sequence[int]) -> list[Mask]:
-    """Return the mask of each part of the heads, of which these numbers are the first."""
-    drop = mask.dropout
-    return [mask if drop is None else replace(mask, dropout=drop.of_heads(first)) for first in firsts]
+def _of_heads(mask: Mask, heads: range) -> Mask:
+    """Return the mask of some of the heads."""
+    dropout = None if mask.dropout is None else mask.dropout.of_heads(heads.start)
+    return replace(mask, dropout=dropout, alibi=None if mask.alibi is None else mask.alibi[heads.start : heads.stop])
 
 
 def _start(group: Group, parts_RTCH: Sequence[Tensor]) -> Work:

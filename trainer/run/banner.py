@@ -161,13 +161,17 @@ def windows_text(config: Config) -> Iterator[str]:
 
 
 def weights_text(config: Config, device: torch.device) -> Iterator[str]:
-    """Yield what it costs to drop weights of attention, if the run does, on a GPU."""
-    p = config.model.attention_dropout
-    if p and device.type == "cuda":
+    """Yield what it costs on a GPU to drop weights of attention, or to have ALiBi, if the run does."""
+    p, slow = config.model.attention_dropout, "plain torch in place of a fused kernel, many times slower"
+    if device.type != "cuda":
+        return
+    if p:
         yield (
-            f"{p:g} of the weights are dropped by the backend reference: plain torch in place of a fused kernel, "
-            "many times slower; a new run with --model.attention-dropout 0 takes the fastest"
+            f"{p:g} of the weights are dropped by the backend reference: {slow}; a new run with "
+            "--model.attention-dropout 0 takes the fastest"
         )
+    elif config.model.position == "alibi":
+        yield f"ALiBi by the backend flash-2 if flash-attn is installed, else by reference: {slow}"
 
 
 def device_name(device: torch.device) -> str:

@@ -149,6 +149,8 @@ def _attend(
     scores_BNST = torch.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(size)
     places = torch.arange(scores_BNST.shape[-1])
     back = places.unsqueeze(1) - places
+    if model.position == "alibi":
+        scores_BNST = scores_BNST - _slopes(model.num_heads).view(-1, 1, 1) * back
     scores_BNST = scores_BNST.masked_fill((back < 0) | (back >= (window or len(places))), -math.inf)
     if documents_BS is not None:
         others_BST = documents_BS.unsqueeze(2) != documents_BS.unsqueeze(1)
@@ -156,6 +158,20 @@ def _attend(
     weights_BNST = torch.softmax(scores_BNST, -1)
     weights_BNST = torch.stack([drop(each, site=2 + head) for head, each in enumerate(weights_BNST.unbind(1))], 1)
     return _linear(part, "attn.out", torch.einsum("bnst,btnh->bsnh", weights_BNST, v).flatten(2))
+
+
+def _slopes(num_heads: int) -> Tensor:
+    """Return ALiBi's slopes as its authors write them: a series, or of a power of two less and every other one of two.
+
+    They are rounded to float32, in which masks have them.
+    """
+
+    def series(number: int) -> list[float]:
+        return [2.0 ** (-8 * (head + 1) / number) for head in range(number)]
+
+    power = 2 ** int(math.log2(num_heads))
+    slopes = series(power) + series(2 * power)[::2][: num_heads - power]
+    return torch.tensor(slopes, dtype=torch.float32).double()
 
 
 def _rotate(x: Tensor, positions_BS: Tensor, frequencies_H: Tensor) -> Tensor:

@@ -99,6 +99,15 @@ def test_all_faults_are_reported_together() -> None:
             {"model": {"attention_dropout": 0.1}, "ops": {"attention": "sdpa-flash"}},
             "ops.attention sdpa-flash drops no weights, and model.attention_dropout is 0.1: --ops.attention ",
         ),
+        (
+            {"model": {"position": "alibi"}, "ops": {"attention": "flash-4"}},
+            "ops.attention flash-4 has no ALiBi, and model.position is alibi: --ops.attention reference, or on GPUs "
+            "--ops.attention flash-2",
+        ),
+        (
+            {"model": {"position": "alibi", "rope_scaling": "linear"}},
+            "model.rope_scaling",
+        ),
         ({"model": {"attention_dropout": 1.0}}, "model.attention_dropout: must be at least 0 and below 1, got 1.0"),
         ({"model": {"logit_softcap": -1.0}}, "model.logit_softcap: must be at least 0, got -1.0"),
         ({"model": {"window_every": 2}}, "model.window_every needs model.window"),

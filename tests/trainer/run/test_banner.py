@@ -63,6 +63,9 @@ def test_what_dropped_weights_cost_on_a_gpu_is_said() -> None:
     [text] = weights_text(config, torch.device("cuda"))
     assert text.startswith("0.25 of the weights are dropped by the backend reference: plain torch")
     assert not list(weights_text(config, torch.device("cpu")))
+    config = config_from({"model": {"position": "alibi"}, "train": {"seq_length": 32}}, source="")
+    [text] = weights_text(config, torch.device("cuda"))
+    assert text.startswith("ALiBi by the backend flash-2 if flash-attn is installed, else by reference: plain torch")
     assert not list(weights_text(config_from({"train": {"seq_length": 32}}, source=""), torch.device("cuda")))
 
 

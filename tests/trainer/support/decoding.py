@@ -30,6 +30,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("llama", {"window": 4, "window_every": 2, "num_kv_heads": 4}),
     "soft cap": ("gpt2", {"logit_softcap": 0.7}),
     "windows of one": ("llama", {"window": 1, "qk_norm": False}),
+    "alibi": ("llama", {"position": "alibi", "num_kv_heads": 4}),
+    "alibi in windows": ("llama", {"position": "alibi", "window": 4, "window_every": 2}),
     "no positions": ("llama", {"position": "none", "norm": "layernorm", "bias": True}),
 }
 

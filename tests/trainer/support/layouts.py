@@ -23,7 +23,7 @@ LAYOUTS = [
 OPTIONS = {
     **dict.fromkeys(("bias", "qk_norm", "tie_embeddings"), (False, True)),
     "norm": ("rmsnorm", "layernorm"),
-    "position": ("rope", "learned", "none"),
+    "position": ("rope", "learned", "alibi", "none"),
     "activation": ("swiglu", "gelu"),
     "dropout": (0.0, 0.2),
     "attention_dropout": (0.0, 0.2),

@@ -84,6 +84,11 @@ def counted_on_tp(real: Any, self: Group, kind: str, tensor: torch.Tensor, *args
     return real(self, kind, tensor * 2 if is_count else tensor, *args)
 
 
+def heads_of_the_first(real: Any, self: MicroBatch, window: int | None, layer: int, heads: range) -> Any:
+    """Number heads within a tensor-parallel rank."""
+    return real(self, window, layer, range(len(heads)))
+
+
 TENSOR_FAULTS = (
     Fault(
         "qk-norm-not-summed",
@@ -102,8 +107,15 @@ TENSOR_FAULTS = (
         "weights-dropped-by-rank",
         "attention's dropout numbers heads within a tp rank",
         TP,
-        wrapping(MicroBatch, "masks", lambda real, self, window, layer, _: real(self, window, layer, 0)),
+        wrapping(MicroBatch, "masks", heads_of_the_first),
         model={"attention_dropout": 0.2},
+    ),
+    Fault(
+        "slopes-by-rank",
+        "each tp rank has ALiBi's slopes of the first heads",
+        TP,
+        wrapping(MicroBatch, "masks", heads_of_the_first),
+        model={"position": "alibi"},
     ),
     Fault(
         "row-linears-summed",
