@@ -7,8 +7,7 @@ from torch import Tensor
 def alibi_slopes(num_heads: int, *, device: torch.device) -> Tensor:
     """Return the slope of each head [N], float32: of 8 heads 1/2, 1/4, ..., 1/256.
 
-    Of a number that is no power of two the power below it has its own, and the rest are every other one of twice that
-    power, from its first on. Source: Press, Smith and Lewis, 2022 (arXiv 2108.12409).
+    Of 12 heads the first 8 have those, and the rest every other one of 16 heads, from their first on. Source: Press, Smith and Lewis, 2022 (arXiv 2108.12409).
     """
     power = 1 << (num_heads.bit_length() - 1)
     own = torch.arange(1, power + 1, device=device, dtype=torch.float64) / power

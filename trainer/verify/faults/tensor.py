@@ -85,7 +85,7 @@ def counted_on_tp(real: Any, self: Group, kind: str, tensor: torch.Tensor, *args
 
 
 def heads_of_the_first(real: Any, self: MicroBatch, window: int | None, layer: int, heads: range) -> Any:
-    """Number heads within a tensor-parallel rank."""
+    """Return the masks of the first rank's heads."""
     return real(self, window, layer, range(len(heads)))
 
 
