@@ -20,8 +20,15 @@ from trainer.mesh.processes import Processes
 from trainer.run.banner import offload_text
 from trainer.store.host_memory import available_bytes, refuse_without_room
 from trainer.store.window import cuts_of
+from trainer.verify.bench import Bench
+from trainer.verify.checks import CHECKS, run_check
+from trainer.verify.faults.fault import ANOTHER_LAYOUT, RESUME, WAITS
+from trainer.verify.faults.fault import config_of as config_of_fault
+from trainer.verify.faults.named import FAULTS
+from trainer.verify.faults.search import run_of
 from trainer.verify.host_waits import no_host_waits
 from trainer.verify.late_lanes import streaming_on_cpu
+from trainer.verify.shrink import Shrunk
 from trainer.verify.threads import run_threads
 
 NUM_STEPS = 4
@@ -79,14 +86,27 @@ def test_streamed_state_has_the_bits_of_resident_state(precision: str, optim: di
     assert_same(config_of("tp1", precision, **optim))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_under_each_zero_stage(stage: int) -> None:
     assert_same(config_of("dp2", "bf16", parallel={"zero_stage": stage, "zero_whole_kib": 0}))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_under_each_schedule(schedule: str) -> None:
     assert_same(config_of("pp2", "bf16", parallel={"schedule": schedule, "overlap_param_gather": schedule != "gpipe"}))
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("check", [RESUME, ANOTHER_LAYOUT, WAITS])
+def test_a_run_that_streams_passes_checks_of_resumes_and_waits(tmp_path: Path, check: str) -> None:
+    fault = FAULTS["streamed-moment-late"]
+    bench = Bench(Shrunk(config_of_fault(fault), ()), run_of(fault), tmp_path)
+    assert run_check(check, CHECKS[check], bench).state == "ok"
 
 
 def test_pieces_are_cut_where_kernels_go_on_as_before() -> None:
