@@ -30,10 +30,11 @@ from trainer.pipeline.actions import Action, most_sends
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.graph import PassGraph
 from trainer.pipeline.schedules import rank_actions
-from trainer.store.bucket import StoreOptions
 from trainer.store.lr import learning_rate
 from trainer.store.norms import LayerNorms
+from trainer.store.options import StoreOptions
 from trainer.store.store import ParameterStore
+from trainer.store.window import Streaming, streaming_of
 from trainer.verdict import Outcome, PendingStats, StepStats, Verdict
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,13 +46,20 @@ class Engine:
     `with_optimizer=False` leaves gradients, masters and moments out.
     """
 
-    def __init__(self, config: Config, mesh: ProcessMesh, *, with_optimizer: bool = True) -> None:
+    def __init__(
+        self, config: Config, mesh: ProcessMesh, *, with_optimizer: bool = True, streaming: Streaming | None = None
+    ) -> None:
         self.config, self.mesh, self.with_optimizer = settled(config), mesh, with_optimizer
         self.dtype = DTYPES[config.train.precision]
         self.table = parameter_table(config)
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)
         options = StoreOptions.of(config, self.dtype, with_optimizer=with_optimizer)
-        self.moments, self.store = options.moments, ParameterStore(self.table, runs, mesh, options)
+        self.moments, self.store = (
+            options.moments,
+            ParameterStore(
+                self.table, runs, mesh, options, streaming or streaming_of(config, mesh, with_optimizer=with_optimizer)
+            ),
+        )
         self.verdict = Verdict.of(config, mesh.device)
         self.choices = first_choices(config, mesh, self.dtype)
         self.balance = Balance(config, mesh, wide_dtype(self.dtype))

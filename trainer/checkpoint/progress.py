@@ -32,6 +32,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
         "muon_momentum",
         "muon_steps",
         "muon_scale",
+        "offload",
     ],
     "train": ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "cuda_graphs"],
     "data": ["valid_sets"],

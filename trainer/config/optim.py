@@ -110,6 +110,14 @@ class OptimConfig:
         keeps_bits=True,
         needs={"train.precision": "bf16"},
     )
+    offload: bool = option(
+        False,
+        "on GPUs: keep masters and moments in the host's memory, and stream them through 1 GiB of the GPU's beside the "
+        "next forward",
+        flags=["--optimizer-offload"],
+        keeps_bits=True,
+        needs={"optim.name": ("adamw", "lion", "sgd")},
+    )
     weight_decay: float = option(
         0.1,
         "weight decay of matrices, decoupled but for sgd, where it is added to gradients; norms and biases have none",

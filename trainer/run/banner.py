@@ -74,6 +74,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         *(("gradients", text) for text in gradients_text(config)),
         *(("queues", text) for text in [queues_text(config, device)] if text),
         *(("graphs", text) for text in graphs_text(config, device)),
+        *(("offload", text) for text in offload_text(config, device)),
     ]
     return facts + kept(tiers, config.checkpoint)
 
@@ -133,6 +134,16 @@ def graphs_text(config: Config, device: torch.device) -> Iterator[str]:
             f"the passes of a step are one CUDA graph, which step {WARM_UP_STEPS + 1} of this start records"
             if device.type == "cuda"
             else "none: a CPU has no CUDA graphs"
+        )
+
+
+def offload_text(config: Config, device: torch.device) -> Iterator[str]:
+    """Yield where masters and moments are, if they are to be in the host's memory."""
+    if config.optim.offload:
+        yield (
+            "masters and moments are in the host's memory, and come to the GPU beside the next forward"
+            if device.type == "cuda"
+            else "no effect: a CPU has masters and moments in the host's memory anyway"
         )
 
 

@@ -25,6 +25,7 @@ from trainer.store.leases import LEASES, num_leased
 from trainer.store.muon import ROUND
 from trainer.store.optimizers import OPTIMIZERS
 from trainer.store.plan import BucketPlan, ParameterRun, plan_buckets
+from trainer.store.window import NUM_BUFFERS, PIECE_BYTES
 
 MIB = 1 << 20
 CONTEXT_BYTES = 640 * MIB  # CUDA's context with the kernels that a run loads, and cuBLAS's workspaces
@@ -75,13 +76,9 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     groups = groups_needed(layout, kv_replicas(config), parallel.dp_shard)
     sizes = {axes: len(groups[name][0]) for name, axes in GROUPS.items()}
     runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
-    moments = 2 if config.optim.moments == "bf16" else wide.itemsize
-    master = 0 if wide == dtype else 2 if config.optim.master == "split" else wide.itemsize
-    optimizer = sum(
-        (-(-run.numel // sizes[run.holders]) if parallel.zero_stage else run.numel)
-        * (len(OPTIMIZERS[run.optimizer].states) * moments + master)
-        for run in runs
-    )
+    optimizer = optimizer_bytes(config, runs)
+    if config.optim.offload and config.train.device != "cpu":
+        optimizer = min(optimizer, PIECE_BYTES * NUM_BUFFERS)
     parameters = gradients = travelling = of_rounding = 0
     leased: dict[str, int] = {}  # elements of the buckets that are cut, by unit
     buckets = plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize)
@@ -125,6 +122,28 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
         groups=group_bytes(groups, layout.rank(Coords(pp=pp)), used, most_peers) if is_gpu else 0,
         context=CONTEXT_BYTES if is_gpu else 0,
     )
+
+
+def optimizer_bytes(config: Config, runs: Sequence[ParameterRun]) -> int:
+    """Return what a rank has of masters that are apart, and of moments, wherever they are."""
+    parallel, dtype = config.parallel, DTYPES[config.train.precision]
+    wide = wide_dtype(dtype)
+    groups = groups_needed(layout_of(config), kv_replicas(config), parallel.dp_shard)
+    sizes = {axes: len(groups[name][0]) for name, axes in GROUPS.items()}
+    moments = 2 if config.optim.moments == "bf16" else wide.itemsize
+    master = 0 if wide == dtype else 2 if config.optim.master == "split" else wide.itemsize
+    return sum(
+        (-(-run.numel // sizes[run.holders]) if parallel.zero_stage else run.numel)
+        * (len(OPTIMIZERS[run.optimizer].states) * moments + master)
+        for run in runs
+    )
+
+
+def offloaded_bytes(config: Config, pp: int) -> int:
+    """Return what a rank of a stage has of the optimizer in the host's memory."""
+    if not config.optim.offload or config.train.device == "cpu":
+        return 0
+    return optimizer_bytes(config, local_runs(config, parameter_table(config), layout_of(config), Coords(pp=pp)))
 
 
 def update_bytes(config: Config, buckets: Sequence[BucketPlan], sizes: Mapping[Axes, int]) -> int:

@@ -16,7 +16,7 @@ from trainer.pipeline.simulate import costs, simulate
 from trainer.run.activations import kept_by_choice
 from trainer.run.banner import banner
 from trainer.run.expert_rows import rows_text
-from trainer.run.memory import arena_bytes, rank_memory, size_text
+from trainer.run.memory import arena_bytes, offloaded_bytes, rank_memory, size_text
 from trainer.run.memory_check import Plan, check_memory, device_memory
 from trainer.run.valid_sets import open_valid_sets
 
@@ -41,6 +41,8 @@ def print_plan(config: Config, device_bytes: int = 0) -> int:
     device_bytes = device_bytes or device_memory(device)
     if config.parallel.ep > 1:
         facts.append(("rows", rows_text(config, device_bytes)))
+    if config.optim.offload and (of_host := max(offloaded_bytes(config, pp) for pp in range(config.parallel.pp))):
+        facts.append(("host", f"{size_text(of_host)} of memory a rank for masters and moments"))
     if config.checkpoint.save:
         arena = max(arena_bytes(config, pp) for pp in range(config.parallel.pp))
         facts.append(("host", f"{size_text(arena)} of memory a rank for saves (--checkpoint.window-mib bounds it)"))

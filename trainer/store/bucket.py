@@ -7,14 +7,13 @@ cut it may be some of the holders, whose other groups are replicas. These are su
 holders owns a part of the interval that it keeps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.config import Config
-from trainer.config.resolve import keeps_gathered
 from trainer.linear.weight import Access, Weight, add_or_write
 from trainer.mesh.group import Group, Work
 from trainer.mesh.layout import nested
@@ -23,56 +22,10 @@ from trainer.ops import rounding, split
 from trainer.ops.dtypes import wide_dtype
 from trainer.ops.philox import MASK, philox4x32, tensor_key
 from trainer.store.optimizers import OPTIMIZERS
+from trainer.store.options import StoreOptions
 from trainer.store.plan import BucketPlan, Segment
 
-
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """How a store keeps its state: `zero_stage` says what the holders cut, `splits_master` keeps no fp32.
-
-    They cut the optimizer state from stage 1 on, gradients from 2 and parameters from 3, these two inside each replica
-    and but for buckets of less than `whole_bytes`. `keeps_gathered` keeps parameters until the end of the step.
-    `summed` is the dtype in which gradients travel to their owners, who add in the wide one; into int8 they are rounded
-    by place under a `seed`. `overlaps_reduce` sums gradients beside the backward, `overlaps_gather` updates and gathers
-    beside what follows.
-    """
-
-    dtype: torch.dtype
-    moments: torch.dtype
-    summed: torch.dtype
-    seed: int
-    bucket_bytes: int
-    zero_stage: int
-    whole_bytes: int
-    keeps_gathered: bool
-    with_optimizer: bool
-    splits_master: bool
-    overlaps_reduce: bool
-    overlaps_gather: bool
-
-    @classmethod
-    def of(cls, config: Config, dtype: torch.dtype, *, with_optimizer: bool) -> "StoreOptions":
-        """Return those of a resolved configuration."""
-        parallel, wide = config.parallel, wide_dtype(dtype)
-        return cls(
-            dtype,
-            torch.bfloat16 if config.optim.moments == "bf16" else wide,
-            {"wide": wide, "bf16": torch.bfloat16, "int8": torch.int8}[parallel.grad_reduce],
-            config.train.seed,
-            parallel.bucket_mib << 20,
-            zero_stage=parallel.zero_stage,
-            whole_bytes=parallel.zero_whole_kib << 10,
-            keeps_gathered=keeps_gathered(config),
-            with_optimizer=with_optimizer,
-            splits_master=config.optim.master == "split",
-            overlaps_reduce=parallel.overlap_grad_reduce,
-            overlaps_gather=parallel.overlap_param_gather,
-        )
-
-    @property
-    def sharded(self) -> bool:
-        """Return whether each holder updates its own interval alone."""
-        return self.zero_stage > 0
+NewState = Callable[[int, torch.dtype], Tensor]  # memory of so many elements, of zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +35,15 @@ class SegmentTensors:
     gradient: Tensor
     master: Tensor
     published: Tensor | None
+    states: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StateParts:
+    """Masters, or their low bits, and states of what a rank updates of a bucket, from position `first` on."""
+
+    first: int
+    master: Tensor
     states: dict[str, Tensor]
 
 
@@ -101,9 +63,13 @@ class Bucket:
 
     With `splits_master` only the `low` bits of masters are kept beside the parameters. Then `master` is memory of the
     gradients, which are not in use between two steps: `join_masters` puts the masters there.
+
+    `new_state` makes the memory of masters and states, of zeros, which may be that of the host.
     """
 
-    def __init__(self, plan: BucketPlan, options: StoreOptions, mesh: ProcessMesh, access: Access) -> None:
+    def __init__(
+        self, plan: BucketPlan, options: StoreOptions, mesh: ProcessMesh, access: Access, new_state: NewState
+    ) -> None:
         self.plan, self.options, self.access = plan, options, access
         axes, device = plan.runs[0].holders, mesh.device
         self.group, (self.inner, self.outer) = mesh.along(axes), mesh.nest(axes)
@@ -128,12 +94,12 @@ class Bucket:
             self.master = self._weights
         elif options.splits_master:
             self.master = _part(self.gradients, self._summed, self.updated)
-            self.low = torch.zeros_like(self._weights, dtype=split.LOW)
+            self.low = new_state(len(self._weights), split.LOW)
         else:
-            self.master = torch.zeros_like(self._weights, dtype=wide)
+            self.master = new_state(len(self._weights), wide)
         self.optimizer = OPTIMIZERS[plan.runs[0].optimizer]
-        like = self.master if options.with_optimizer else self.master[:0]
-        self.states = {name: torch.zeros_like(like, dtype=options.moments) for name in self.optimizer.states}
+        length = len(self.master) * options.with_optimizer
+        self.states = {name: new_state(length, options.moments) for name in self.optimizer.states}
         self.weights = list[Weight]()
         self._num_sums, self._ends_step, self._step = 0, True, 0
         self._reducing: Work | None = None
@@ -234,9 +200,20 @@ class Bucket:
             _finish_sum(self._reducing_outer, _part(self.gradients, self._summed, self.owned))
             self._reducing_outer = None
 
-    def part(self, segment: Segment, first: int, *, decays: bool, row: int) -> Any:
+    @property
+    def state(self) -> StateParts:
+        """Return masters and states where they are kept."""
+        return StateParts(self.updated[0], self.master if self.low is None else self.low, self.states)
+
+    @property
+    def streamed(self) -> dict[str, Tensor]:
+        """Return what of masters and states is kept beside the weights: the states by name, masters under none."""
+        apart = {} if self.low is None and self.master.dtype == self.parameters.dtype else {"": self.state.master}
+        return apart | self.states
+
+    def part(self, segment: Segment, first: int, state: StateParts, *, decays: bool, row: int) -> Any:
         """Return a segment of the interval from position `first` on, as the optimizer takes it, with its states."""
-        live = self.tensors(segment, first)
+        live = self.tensors(segment, first, state)
         return self.optimizer.part(
             gradient=live.gradient,
             master=live.master,
@@ -246,17 +223,16 @@ class Bucket:
             **live.states,
         )
 
-    def tensors(self, segment: Segment, first: int) -> SegmentTensors:
+    def tensors(self, segment: Segment, first: int, state: StateParts) -> SegmentTensors:
         """Return the tensors of a segment of the interval from position `first` on."""
         start = first + segment.offset
         live = slice(start, start + segment.stop - segment.start)
-        state = slice(live.start - self.updated[0], live.stop - self.updated[0])
-        states = {name: whole[state] for name, whole in self.states.items()}
+        own = slice(live.start - state.first, live.stop - state.first)
+        states = {name: whole[own] for name, whole in state.states.items()}
         interval = live.start, live.stop
         is_apart = self.master.dtype != self.parameters.dtype
         published = _part(self.parameters, self._resident, interval) if is_apart else None
-        master = (self.master if self.low is None else self.low)[state]
-        return SegmentTensors(_part(self.gradients, self._summed, interval), master, published, states)
+        return SegmentTensors(_part(self.gradients, self._summed, interval), state.master[own], published, states)
 
     def owned_by(self, mesh: ProcessMesh, rank: int) -> tuple[int, int]:
         """Return the positions that a holder of the bucket, or of its part on another tp rank, owns."""
@@ -276,7 +252,7 @@ class Bucket:
     def join_masters(self) -> None:
         """Put split masters together, where the gradients are: nobody may need these any more."""
         if self.low is not None:
-            split.joined(self._weights, self.low, out=self.master)
+            split.joined(self._weights, self.low.to(self._weights.device), out=self.master)
 
     def publish_masters(self) -> None:
         """Round the masters on this rank to its parameters, and split them; an update does so itself."""

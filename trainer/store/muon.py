@@ -72,7 +72,7 @@ class MatrixUpdates:
         self._nothing = like.new_empty(0, dtype=muon.direction_dtype(like.dtype))
         for bucket in buckets:
             for segment in bucket.updated_segments:
-                tensors = bucket.tensors(segment, bucket.updated[0])
+                tensors = bucket.tensors(segment, bucket.updated[0], bucket.state)
                 [moment] = tensors.states.values()
                 self._live[segment.name] = _Live(
                     tensors.gradient, moment, tensors.master, tensors.published, table[segment.name], segment.start

@@ -23,7 +23,7 @@ from trainer.store.parameter import Parameter
 class Optimizer:
     """How rows are updated. `part` takes a part's tensors by name, its states among them; `update` a `parts` of such.
 
-    `parts` have `write_squared_norms(out)` too. All states have the dtype of the moments. With `counts` an update
+    All states have the dtype of the moments. With `counts` an update
     depends on how many were before it; else it is passed their number all the same. Without an `update` the store
     updates matrices as a whole.
     """
@@ -94,8 +94,3 @@ class Updates:
             factored = optim if decay == 1.0 else replace(optim, weight_decay=optim.weight_decay * decay)
             for number, flag in enumerate(left_out if OPTIMIZERS[name].counts else [is_bad]):
                 make(table, factored, lr * rate, updates - number, is_bad=flag, **others)
-
-    def write_squared_norms(self, out: Tensor) -> None:
-        """Write the squared norm of each part's gradient into its row of `out`, float64; leave the other rows."""
-        for *_, table in self._tables:
-            table.write_squared_norms(out)

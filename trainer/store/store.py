@@ -8,7 +8,9 @@ checkpoint.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -18,27 +20,40 @@ from trainer.linear.weight import Access, Weight, Wgrads
 from trainer.mesh.layout import Axis
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.dtypes import wide_dtype
-from trainer.store.bucket import Bucket, StoreOptions
+from trainer.ops.squares import Squares
+from trainer.store.bucket import Bucket, StateParts
 from trainer.store.leases import LEASES, Leases
 from trainer.store.muon import matrix_updates
-from trainer.store.optimizers import Updates
+from trainer.store.optimizers import OPTIMIZERS, Updates
+from trainer.store.options import StoreOptions
 from trainer.store.parameter import Parameter, initial_values
-from trainer.store.plan import ParameterRun, plan_buckets
+from trainer.store.plan import BucketPlan, ParameterRun, plan_buckets
 from trainer.store.residence import Residence, size_of
 from trainer.store.unit import Unit
+from trainer.store.window import Streaming, Window, cuts_of
 
 
 class ParameterStore:
     """The live parameters of one rank; owned by the training thread, all ranks make the same calls."""
 
     def __init__(
-        self, table: Mapping[str, Parameter], runs: Sequence[ParameterRun], mesh: ProcessMesh, options: StoreOptions
+        self,
+        table: Mapping[str, Parameter],
+        runs: Sequence[ParameterRun],
+        mesh: ProcessMesh,
+        options: StoreOptions,
+        streaming: Streaming | None = None,
     ) -> None:
+        """Make the buckets; with `streaming` updates take masters and states from host memory."""
         self.table, self.mesh, self.options = table, mesh, options
+        new_state = partial(_on_device, mesh.device) if streaming is None else streaming.new_state
         self.buckets, access = list[Bucket](), dict[str, Access]()
-        for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize):
+        plans = plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
+        if streaming is not None:
+            streaming.reserve(sum(self._state_bytes(plan) for plan in plans))
+        for plan in plans:
             shared = access.setdefault(plan.runs[0].unit, Access(reads=False, adds=False))
-            self.buckets.append(Bucket(plan, options, mesh, shared))
+            self.buckets.append(Bucket(plan, options, mesh, shared, new_state))
         self.residences = self._residences(access)
         self.wgrads, self._found = Wgrads(), dict[str, tuple[Weight, Residence]]()
         for bucket in self.buckets:
@@ -47,11 +62,11 @@ class ParameterStore:
                 bucket.add_weight(weight)
                 self._found[run.names[0]] = weight, self.residences[run.unit]
         # views that never change, made once
-        self._owned = self._intervals(self.buckets, of_owned=True)
-        parts = [[bucket] for bucket in self.buckets] if options.overlaps_gather else [self.buckets]
-        self._updated = [(part, self._intervals(part)) for part in parts]
+        self._squares = self._squares_of(self.buckets if options.with_optimizer else ())
         takes_whole = [bucket for bucket in self.buckets if options.with_optimizer and bucket.optimizer.update is None]
         self._matrices = matrix_updates(takes_whole, table, mesh)
+        self._window: Window | None = None
+        self._updated = self._updates() if streaming is None else self._streamed_updates(streaming)
         is_beside = options.overlaps_gather and options.with_optimizer and mesh.device.type == "cuda"
         self._beside = torch.cuda.Stream(mesh.device) if is_beside else None
 
@@ -75,18 +90,53 @@ class ParameterStore:
                 latest = residence if residence.is_gathered else latest
         return found
 
-    def _intervals(self, buckets: Sequence[Bucket], *, of_owned: bool = False) -> Updates:
-        """Return what this rank owns of buckets, or updates of them."""
+    def _state_bytes(self, plan: BucketPlan) -> int:
+        """Return the bytes of masters that are apart and states that this rank has of a bucket."""
+        options, num_holders = self.options, self.mesh.along(plan.runs[0].holders).size
+        wide = wide_dtype(options.dtype)
+        master = 0 if wide == options.dtype else 2 if options.splits_master else wide.itemsize
+        states = len(OPTIMIZERS[plan.runs[0].optimizer].states) * options.moments.itemsize
+        return plan.size(num_holders) // (num_holders if options.sharded else 1) * (master + states)
+
+    def _updates(self) -> list[tuple[list[Bucket], list[Updates]]]:
+        """Return updates of what is on the device, each with the buckets that may be gathered behind it."""
+        some = [[bucket] for bucket in self.buckets] if self.options.overlaps_gather else [self.buckets]
+        parts = [[(bucket, *bucket.updated, bucket.state) for bucket in buckets] for buckets in some]
+        return [(buckets, [self._intervals(each)]) for buckets, each in zip(some, parts, strict=True)]
+
+    def _streamed_updates(self, streaming: Streaming) -> list[tuple[list[Bucket], list[Updates]]]:
+        """Return updates of pieces of what is in host memory, in the order of the window's."""
+        pieces = list[tuple[Bucket, int, int, dict[str, Tensor]]]()
+        for bucket in self.buckets:
+            streamed = bucket.streamed
+            size = sum(tensor.itemsize for tensor in streamed.values())
+            for start, stop in cuts_of(len(bucket.master), size, streaming.piece_bytes):
+                pieces.append((bucket, start, stop, {name: part[start:stop] for name, part in streamed.items()}))
+        self._window = Window([list(parts.values()) for *_, parts in pieces], streaming, self.mesh.device)
+        updates = {id(bucket): list[Updates]() for bucket in self.buckets}
+        for (bucket, start, stop, parts), views in zip(pieces, self._window.views, strict=True):
+            live = dict(zip(parts, views, strict=True))
+            first = bucket.updated[0] + start
+            state = StateParts(first, live.pop("", bucket.master[start:stop]), live)
+            updates[id(bucket)].append(self._intervals([(bucket, first, bucket.updated[0] + stop, state)]))
+        return [([bucket], updates[id(bucket)]) for bucket in self.buckets]
+
+    def _intervals(self, parts: Sequence[tuple[Bucket, int, int, StateParts]]) -> Updates:
+        """Return updates of the positions [start, stop) of buckets, whose masters and states are in their parts."""
         numbers, found = {name: number for number, name in enumerate(self.table)}, []
-        for bucket in buckets if self.options.with_optimizer else ():
-            if not of_owned and bucket.optimizer.update is None:
-                continue
-            first = bucket.owned[0] if of_owned else bucket.updated[0]
-            for segment in bucket.owned_segments if of_owned else bucket.updated_segments:
+        for bucket, start, stop, state in parts if self.options.with_optimizer else ():
+            for segment in bucket.plan.segments(start, stop) if bucket.optimizer.update is not None else ():
                 row = self.table[segment.name]
-                part = bucket.part(segment, first, decays=row.decay > 0, row=numbers[segment.name])
-                found.append((replace(row, rate=1.0, decay=1.0) if of_owned else row, part))  # a norm has no factors
+                part = bucket.part(segment, start, state, decays=row.decay > 0, row=numbers[segment.name])
+                found.append((row, part))
         return Updates(found)
+
+    def _squares_of(self, buckets: Sequence[Bucket]) -> Squares:
+        """Return the squared norms of what this rank owns of the gradients of buckets."""
+        numbers = {name: number for number, name in enumerate(self.table)}
+        owned = [(bucket, segment) for bucket in buckets for segment in bucket.owned_segments]
+        gradients = [bucket.tensors(segment, bucket.owned[0], bucket.state).gradient for bucket, segment in owned]
+        return Squares(gradients, [numbers[segment.name] for _, segment in owned])
 
     def _handle(self, bucket: Bucket, run: ParameterRun) -> Weight:
         first, name = self.table[run.names[0]], " + ".join(run.names)
@@ -139,6 +189,8 @@ class ParameterStore:
             bucket.begin_step(step)
         self.parameter_leases.begin_step()
         self.gradient_leases.begin_step()
+        if self._window is not None:
+            self._window.begin_step()
         for residence in [each for each in self.residences.values() if each.is_gathered][:1]:
             residence.prefetch()
 
@@ -160,7 +212,7 @@ class ParameterStore:
         for bucket in self.buckets:
             bucket.finish_step()
         squares = torch.zeros(len(self.table), dtype=torch.float64, device=self.mesh.device)
-        self._owned.write_squared_norms(squares)
+        self._squares.write(squares)
         return squares
 
     def update(
@@ -188,8 +240,11 @@ class ParameterStore:
         with torch.cuda.stream(self._beside), self.mesh.clock.span("update"):  # of no stream, the first does nothing
             for matrices in self._matrices:
                 matrices.update(optim, lr, factor=factor, is_bad=is_bad)
-            for buckets, intervals in self._updated:
-                intervals.update(optim, lr, updates, factor=factor, is_bad=is_bad, late=late, form=form)
+            numbers = count()
+            for buckets, parts in self._updated:
+                for intervals in parts:
+                    with nullcontext() if self._window is None else self._window.updating(next(numbers)):
+                        intervals.update(optim, lr, updates, factor=factor, is_bad=is_bad, late=late, form=form)
                 for bucket in buckets:
                     bucket.start_gather()
             for bucket in self.buckets:
@@ -205,14 +260,23 @@ class ParameterStore:
             bucket.arrive()
 
     def join_masters(self) -> None:
-        """Put split masters together where the gradients are, for a save; without them, only wait as `join`."""
+        """Put split masters together where the gradients are, for a save; without them, only wait as `join`.
+
+        The host waits for what it has of the state itself.
+        """
         self.join()
+        self._settle()
         for bucket in self.buckets:
             bucket.join_masters()
+
+    def _settle(self) -> None:
+        if self._window is not None:
+            self._window.settle()
 
     def clear_moments(self) -> None:
         """Set the moments to zero, as they are before the first step."""
         self.join()
+        self._settle()
         for bucket in self.buckets:
             for state in bucket.states.values():
                 state.zero_()
@@ -220,6 +284,7 @@ class ParameterStore:
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the parameters of all holders up to date with the masters of their owners, after a restore."""
+        self._settle()
         for bucket in self.buckets:
             bucket.publish_masters()
             bucket.start_gather()
@@ -250,3 +315,7 @@ class ParameterStore:
                         tensor[segment.offset :][: len(part)].copy_(part)
             bucket.publish_masters()
         self.expire()
+
+
+def _on_device(device: torch.device, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(size, dtype=dtype, device=device)

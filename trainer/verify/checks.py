@@ -146,6 +146,18 @@ def one_graph(bench: Bench) -> Figure:
     return Figure(f"{NUM_STEPS - WARM_UP_STEPS} recorded steps", "equal bits")
 
 
+def streamed(bench: Bench) -> Figure:
+    """Compare updates of state that is streamed in pieces, each copy as late as may be, with plain ones, bit by bit."""
+    if not bench.run.optim.offload:
+        raise NotNeeded("masters and moments are where the weights are")
+    as_run, offloaded = (
+        try_steps(replace(bench.config, optim=replace(bench.config.optim, offload=is_so)), bench.stream, NUM_STEPS)
+        for is_so in (False, True)
+    )
+    compare_bits(as_run, offloaded, "optim.offload true")
+    return Figure(f"{NUM_STEPS} steps", "equal bits")
+
+
 def _named(config: Config, other: Config) -> str:
     """Return the options of another run that differ."""
     tables = {name: (asdict(getattr(config, name)), asdict(getattr(other, name))) for name in ("parallel", "train")}
@@ -311,6 +323,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "products in eight bits": eight_bits,
     "schedule, recompute, overlap": schedules,
     "passes as one graph": one_graph,
+    "optimizer state streamed": streamed,
     "gradients rounded to travel": rounded_sums,
     "the run's newest step": newest_step,
 }

@@ -38,7 +38,7 @@ KEEPS = {
         "moe_rows",
         "timeout_s",
     },
-    "optim": {"master", "allow_reset"},
+    "optim": {"master", "allow_reset", "offload"},
     "fp8": {"stats_interval"},
     "train": {
         "cuda_graphs",

@@ -16,7 +16,7 @@ from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.table import local_runs
 from trainer.ops.philox import normal_
-from trainer.store.bucket import StoreOptions
+from trainer.store.options import StoreOptions
 from trainer.store.parameter import Parameter
 from trainer.store.store import ParameterStore
 from trainer.verify.threads import run_threads

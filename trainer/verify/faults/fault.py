@@ -22,6 +22,7 @@ LOSSES, WEIGHTS = "losses, norms, evaluation", "weights and moments"
 RESUME, ANOTHER_LAYOUT, RESHARD = "resume, the same layout", "resume, one process", "save and reshard"
 WAITS, PRECISION, EIGHT_BITS = "no wait of the host", "precision of the run", "products in eight bits"
 SCHEDULES, INITIAL, GRAPHS = "schedule, recompute, overlap", "initial values", "passes as one graph"
+STREAMED = "optimizer state streamed"
 ROUNDED = "gradients rounded to travel"
 
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary

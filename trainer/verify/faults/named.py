@@ -14,6 +14,7 @@ from trainer.verify.faults.graphs import GRAPH_FAULTS
 from trainer.verify.faults.holders import HOLDER_FAULTS, REPLICA_FAULTS
 from trainer.verify.faults.initial import INITIAL_FAULTS
 from trainer.verify.faults.leases import LEASE_FAULTS
+from trainer.verify.faults.offload import OFFLOAD_FAULTS
 from trainer.verify.faults.optimizers import OPTIMIZER_FAULTS
 from trainer.verify.faults.passes import PASS_FAULTS
 from trainer.verify.faults.recompute import RECOMPUTE_FAULTS
@@ -31,6 +32,7 @@ _ALL = (
     *GRADIENT_FAULTS,
     *UPDATE_FAULTS,
     *OPTIMIZER_FAULTS,
+    *OFFLOAD_FAULTS,
     *INITIAL_FAULTS,
     *TENSOR_FAULTS,
     *CUT_TOKEN_FAULTS,

@@ -1,0 +1,62 @@
+"""Host memory that a GPU copies from and to by itself: page-locked, of exactly the size that is asked for.
+
+torch's own rounds each size up to a power of two. Ranks of a node share its memory, so all of them look before any of
+them takes some.
+"""
+
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from threefold.errors import UserError
+from trainer.mesh.group import Group
+
+GIB = 1 << 30
+PORTABLE = 1  # page-locked for every device
+MEMINFO, GROUP_FILES = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def locked_zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """Return page-locked memory of zeros, unlocked with its last view; UserError if the system refuses."""
+    if not size:
+        return torch.zeros(0, dtype=dtype)
+    memory = np.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=np.uint8)
+    address, cuda = memory.ctypes.data, torch.cuda.cudart()
+    if code := int(cuda.cudaHostRegister(address, memory.nbytes, PORTABLE)):
+        raise UserError(
+            f"optim.offload: the system refuses to page-lock {memory.nbytes / GIB:.2f} GiB: error {code} of CUDA",
+            hint="raise ulimit -l, or leave --optimizer-offload out",
+        )
+    weakref.finalize(memory, cuda.cudaHostUnregister, address)
+    return torch.from_numpy(memory).view(dtype)
+
+
+def refuse_without_room(num_bytes: int, world: Group, device: torch.device) -> None:
+    """Raise UserError on all ranks if those of a node need more host memory than it has; each needs `num_bytes`."""
+    num_ranks, room = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_bytes()
+    needed = torch.tensor([num_bytes], dtype=torch.float64, device=device)
+    largest = int(world.all_reduce(needed, "max").item())
+    lacking = torch.tensor([float(num_ranks * largest - room)], dtype=torch.float64, device=device)
+    if float(world.all_reduce(lacking, "max").item()) > 0:
+        each = f"{num_ranks} ranks of a node take {largest / GIB:.2f} GiB each" if num_ranks > 1 else "a rank takes it"
+        raise UserError(
+            f"optim.offload needs {num_ranks * largest / GIB:.2f} GiB of host memory ({each}), and "
+            f"{room / GIB:.2f} GiB are available here",
+            hint="--optim.moments bf16 takes less, and so do more ranks of dp; or leave --optimizer-offload out",
+        )
+
+
+def available_bytes(meminfo: Path = MEMINFO, group: Path = GROUP_FILES) -> int:
+    """Return how much memory the system has to hand out, or this container if that is less."""
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    room = next(int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return room if limit == "max" else min(room, int(limit) - int(used))
+    except OSError:  # no container of this kind
+        return room
