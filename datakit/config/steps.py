@@ -21,7 +21,7 @@ class Steps:
     @property
     def first_known(self) -> int:
         """The first step, counted from 0, of which it is known how many samples were read once it was over."""
-        return 0 if self.recorded_samples == self.recorded_step * self.batch_size else self.recorded_step
+        return 0 if self.num_counted(0) == 0 else self.recorded_step
 
     def num_samples(self, step: int) -> int:
         """Return how many samples are read once a step is over; UserError if steps had another batch size then."""
@@ -33,6 +33,10 @@ class Steps:
             usual, rest = divmod(self.recorded_samples, self.recorded_step)
             flag = "" if rest else f"--global-batch-size {usual} if it was that from the start, or "
             raise UserError(text, hint=f"{flag}--recorded of a checkpoint from before it changed")
+        return self.num_counted(step)
+
+    def num_counted(self, step: int) -> int:
+        """Return how many samples are read once a step is over, if all steps have the batch size of now."""
         return self.recorded_samples + (step - self.recorded_step) * self.batch_size
 
     def samples(self, step: int) -> range:

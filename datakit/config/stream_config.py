@@ -216,7 +216,9 @@ class StreamConfig(BlendConfig):
         stores = [
             self._store(number, planned, known, steps, is_draft=is_draft) for number in range(len(planned.sources))
         ]
-        later = segments(planned, self.mixture, lambda step: known.sample_of(step, steps.global_batch_size), table)
+        counted = Steps(steps.global_batch_size, known.step, known.num_samples)
+        begins = known.begins_of_steps
+        later = segments(planned, self.mixture, lambda step: begins.get(step, counted.num_counted(step - 1)), table)
         if is_draft:  # which samples steps are is not known
             later = [replace(segment, from_sample=1 + number, skip=()) for number, segment in enumerate(later)]
         blend = Blend(
@@ -241,7 +243,7 @@ class StreamConfig(BlendConfig):
 
     def _open_megatron(self, steps: StepConfig) -> "Blend":
         """Return the stream of megatron-core's training datasets; UserError if it ends before the run does."""
-        num_samples = steps.train_steps * steps.global_batch_size
+        num_samples = Steps(steps.global_batch_size).num_samples(steps.train_steps)
         needed = self.start_sample + num_samples
         blend = self._in_order(steps, self.train_samples or needed, start_sample=self.start_sample)
         if blend.mixture.max_samples < num_samples:

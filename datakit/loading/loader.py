@@ -180,7 +180,7 @@ class Loader(Closing):
         except BaseException:  # a step that failed is made again by the next call
             self._drop_ahead()
             raise
-        self._num_samples += self.global_batch_size
+        self._num_samples = self._after(self._num_samples)
         if out is None:
             self._thread.want(self._make_step, ahead)
         else:
@@ -223,7 +223,7 @@ class Loader(Closing):
 
     def _make_step(self, ahead: "_StepsAhead") -> None:
         """Make the next step, on the thread."""
-        first, ahead.first = ahead.first, ahead.first + self.global_batch_size
+        first, ahead.first = ahead.first, self._after(ahead.first)
         ahead.make(partial(self._step_ahead, first, ahead.out))
 
     def _step_ahead(self, first: int, out: Bytes | None) -> HostBatch:
@@ -233,7 +233,7 @@ class Loader(Closing):
             out = self._memory.take(self._blend.num_bytes(self.shape_at(first), self._options))
         step = self.step_at(first, out)
         with suppress(UserError):  # who makes the next step finds it out
-            self._blend.ask_ahead(self.samples(first + self.global_batch_size).ravel())
+            self._blend.ask_ahead(self.samples(self._after(first)).ravel())
         return step
 
     def read_ahead(self, first: int, every: int = 1, num_kept: int = 0) -> None:
@@ -274,7 +274,7 @@ class Loader(Closing):
         ahead = self._reading
         rows = ahead.rows(first) if ahead else None
         batch = self._blend.batch(self.samples(first).ravel(), self._options, out=out, rows=rows)
-        epochs = self._blend.epochs(first + self.global_batch_size)
+        epochs = self._blend.epochs(self._after(first))
         return batch.reshaped(*self._rows, batch.shape[-1], first_sample=first, epochs=epochs)
 
     def close(self) -> None:
@@ -287,6 +287,10 @@ class Loader(Closing):
     def samples(self, first: int) -> Int64s:
         """Global numbers of this rank's rows in the step that begins at sample `first`, [num_microbatches, rows]."""
         return _rows(self._rows, self._dp_rank, self._dp_size, first)
+
+    def _after(self, first: int) -> int:
+        """Return the first sample of the step after the one that begins at sample `first`."""
+        return first + self.global_batch_size
 
     def _remote_steps_ahead(self) -> int:
         if self._dp_size > 1:

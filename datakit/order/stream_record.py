@@ -236,12 +236,11 @@ class Recorded:
         sources = self.record.sources if self.record else ()
         return {each.seq_length or seq_length: (each.fingerprint, each.rows) for each in sources if each.path == path}
 
-    def sample_of(self, step: int, global_batch_size: int) -> int:
-        """Return the first sample of a step: what was recorded of it, else counted from the step that was recorded."""
-        for segment in self.record.segments if self.record else ():
-            if segment.from_step == step:
-                return segment.from_sample
-        return self.num_samples + (step - 1 - self.step) * global_batch_size
+    @property
+    def begins_of_steps(self) -> dict[int, int]:
+        """The first samples of steps in which segments began, as far as they are recorded."""
+        segments = self.record.segments if self.record else ()
+        return {each.from_step: each.from_sample for each in segments if each.from_step is not None}
 
 
 def _source(value: Mapping[str, Any]) -> Source:

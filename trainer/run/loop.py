@@ -165,7 +165,7 @@ class Run:
             stats = self.engine.start_step(self.progress.step, taken.batch, before_update=self._good.begin_change)
         self._first_step.end()
         before = self.progress
-        tokens = before.tokens + self.config.train.global_batch_size * taken.length
+        tokens = before.tokens + taken.num_tokens
         validation = None if self._saver.due_step == before.step else before.validation
         self.progress = dataclasses.replace(
             before, step=number, tokens=tokens, cursor=taken.cursor, validation=validation, stream=self._record

@@ -22,18 +22,25 @@ MOST_REPEATS = 8  # of one step
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A batch with the place of the stream behind it: what is wrong with it, tokens a row, epochs, seconds waited.
+    """A batch with the place of the stream behind it: what is wrong with it, its samples, tokens a row, epochs.
 
-    `flops` are the operations a token of this rank's share.
+    `num_samples` are of all ranks, and `wait_s` is the time that was waited for them. `flops` are the operations a
+    token of this rank's share.
     """
 
     batch: Batch
     fault: Exception | None
+    num_samples: int
     length: int
     epochs: tuple[int, ...]
     cursor: Mapping[str, Any]
     wait_s: float
     flops: TokenFlops
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all ranks."""
+        return self.num_samples * self.length
 
     def mean_flops(self, ranks: Ranks) -> TokenFlops:
         """Return the operations a token over all ranks, whose documents differ: they all ask, or none."""
@@ -71,10 +78,11 @@ class Intake:
         if self._again:
             return self._again.pop(0)
         began_s = perf_counter()
+        num_samples = self._loader.global_batch_size
         host, batch, fault = self._reader.next_batch(self._fault_of)
         cursor = self._loader.cursor.to_json()
         wait_s = perf_counter() - began_s
-        return Taken(batch, fault, host.shape[-1], host.epochs, cursor, wait_s, self._flops_of(host))
+        return Taken(batch, fault, num_samples, host.shape[-1], host.epochs, cursor, wait_s, self._flops_of(host))
 
     def put_back(self, step: int, batches: Sequence[Taken]) -> UserError | None:
         """Let batches be taken once more, from that of a step on; return an error if it was void too often."""

@@ -74,8 +74,8 @@ class StepReport:
             **norms,
             **self.fields,
             **throughput(
-                num_tokens=train.global_batch_size * started.taken.length,
-                num_samples=train.global_batch_size,
+                num_tokens=started.taken.num_tokens,
+                num_samples=started.taken.num_samples,
                 step_s=step_s,
                 **rates,
             ),

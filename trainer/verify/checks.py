@@ -5,6 +5,7 @@ another precision may not change. One that is not made, for want of time or of t
 called sound.
 """
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -82,7 +83,7 @@ def plain(bench: Bench) -> Figure:
 
 def samples(bench: Bench) -> Figure:
     """Compare the samples that the data-parallel ranks read in each step with those that one process reads."""
-    config, number = bench.config, 0
+    number = 0
     whole = bench.whole_stream.batches[0]
     for step, expected in enumerate(whole):
         rows = [batches[step] for batches in bench.stream.batches]
@@ -93,7 +94,7 @@ def samples(bench: Bench) -> Figure:
             if differs.any():
                 first = number + int(differs.argmax())
                 raise Different(f"{name} of sample {first} of step {step + 1} are others than those of one process")
-        number += config.train.global_batch_size
+        number += math.prod(expected.shape[:2])
     return Figure(f"{number} samples", "equal")
 
 
