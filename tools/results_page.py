@@ -41,10 +41,10 @@ class Claim:
 
     @property
     def script(self) -> Path:
-        """The benchmark that measured it."""
+        """The benchmark that measured it, or the configuration of a run that did."""
         words = self.row.command.split()
         name = next(word for word in words if word.startswith("benchmarks"))
-        return self.root / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
+        return self.root / (name if name.endswith((".py", ".toml")) else name.replace(".", "/") + ".py")
 
     @property
     def line(self) -> str:

@@ -41,6 +41,13 @@ def test_a_newer_row_of_one_claim_holds(tmp_path: Path) -> None:
     assert newest.row.value == 4000
     assert "| a | **4,000 ms** | b: 2; b: 1.5 s | none | 2 | d | [2031-01-02](" in page([newest])
     assert faults([newest]) == ["a: there is no benchmarks/ops/norm.py", "a: 4,000 is not in results-2031-01-02.md"]
+    (folder / "results-2031-01-01.json").write_text("[]")
+    (folder / "results-2031-01-02.json").write_text(
+        json.dumps([row | {"date": "2031-01-02", "value": 2, "command": "trainer train benchmarks/ops/a.toml"}])
+    )
+    assert faults(claims(tmp_path)) == ["a: there is no benchmarks/ops/a.toml"]
+    (folder / "a.toml").touch()
+    assert faults(claims(tmp_path)) == []
     (folder / "results-2031-01-03.json").write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=r"benchmarks/ops/results-2031-01-03.json: .*missing"):
         claims(tmp_path)
