@@ -114,7 +114,7 @@ class OptimConfig:
         False,
         "on GPUs: keep masters and moments in the host's memory, and stream them through 1 GiB of the GPU's beside the "
         "next forward",
-        flags=["--optimizer-offload"],
+        shorthands={"--optimizer-offload": "true"},
         keeps_bits=True,
         needs={"optim.name": ("adamw", "lion", "sgd")},
     )
