@@ -53,8 +53,8 @@ def main() -> int:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Time steps, then profile one."""
-    if arguments.steps <= WARMUP_STEPS:
-        raise UserError(f"of {arguments.steps} steps none is timed", hint=f"--steps {WARMUP_STEPS + 1}, or more")
+    if arguments.steps <= WARMUP_STEPS + 1:  # a step is timed from the end of the one before
+        raise UserError(f"of {arguments.steps} steps none is timed", hint=f"--steps {WARMUP_STEPS + 2}, or more")
     config = configured(arguments.model, settings_of(arguments), world_size())
     if arguments.routes == "same":
         router.best = same
@@ -76,7 +76,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
             print(f"{name}, {layout}, attention {engine.choices.names['attention']}: ", end="")
             print(f"{shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
             print(f"{1e3 * median:.1f} ms, {shape.numel() / median / num_ranks:,.0f} tok/s, ", end="")
-            print(f"{peak / 2**30:.1f} GiB, {reserved / 2**30:.1f} reserved")
+            print(f"{peak / 2**30:.2f} GiB, {reserved / 2**30:.2f} reserved")
             claim = f"a step of {arguments.model}, {shape[0]} x {shape[1]} x {shape[2]}, {layout}"
             arguments.record.add(claim, 1e3 * median, "ms")
             print("\n".join(table(profile)))

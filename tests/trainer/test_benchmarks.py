@@ -17,7 +17,9 @@ import pytest
 from benchmarks.record import Record
 from benchmarks.trainer.gpu import HERE, ROWS, figures, launcher, peer, rate_of, ratios, rows_of
 from datakit import write_store
+from tests.trainer.support.calibrated import calibration_of
 from tests.trainer.support.training import CONFIG, ROOT, VOCAB_SIZE, call
+from trainer.plan.rates import Rates
 
 STEP = ROOT / "benchmarks" / "trainer" / "step.py"
 
@@ -169,3 +171,32 @@ def test_the_script_beside_the_curves_trains_as_the_trainer(
         np.testing.assert_allclose(runs[name], runs["fused"], rtol=1e-4)
     assert runs["moved"] != runs["script"]
     assert "moved less script: largest" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_plans_are_drawn_by_a_commit_and_held_to_steps(tmp_path: Path) -> None:
+    card, plans = tmp_path / "card.json", tmp_path / "plans.json"
+    card.write_text(json.dumps(calibration_of(Rates.of_card("h100", network=50e9, node=8)).known()))
+
+    def verb(*words: object) -> str:
+        script = [sys.executable, str(STEP.with_name("plans.py")), *map(str, words), "--calibration", str(card)]
+        done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert len(verb("predict", plans).splitlines()) == 12
+    known = json.loads(plans.read_text())
+    assert [row["num_gpus"] for row in known["runs"][:8]] == [1, 1, 1, 2, 2, 2, 2, 2]
+    assert len({row["model"] for row in known["runs"][8:]}) == 4, "drawn ones are of other models each"
+    small = tmp_path / "small.toml"
+    small.write_text(
+        "[model]\nnum_layers = 1\nhidden_size = 32\nnum_heads = 2\nvocab_size = 64\n"
+        "[train]\nseq_length = 32\nmicro_batch_size = 4\nglobal_batch_size = 4\nprecision = 'bf16'\ndevice = 'cpu'\n"
+    )
+    row = {"num_gpus": 1, "model": str(small), "flags": ""}
+    plans.write_text(json.dumps(known | {"runs": [row, row | {"num_gpus": 2}]}))
+    lines = verb("measure", plans, "--gpus", 1, "--steps", 6).splitlines()
+    assert len(lines) == 3, "a run on more GPUs is left out"
+    assert " ms, " in lines[0]
+    assert "failed" not in lines[0]

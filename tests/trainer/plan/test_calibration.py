@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from tests.support.printed import printed
+from tests.trainer.support.calibrated import KERNEL_PARTS, calibration_of
 from tests.trainer.support.option_walk import run_of
 from threefold.errors import UserError
 from trainer.cli import main
 from trainer.plan.calibration import Calibration, PartRate, read_calibration
 from trainer.plan.measured import BYTES_S, OPERATIONS_S, mixed, timed, working
-from trainer.plan.probes import BOTH, LINEAR, Probe, Scale, probes
-from trainer.plan.rates import KERNELS, LAUNCH_S, Rates
+from trainer.plan.probes import Probe, Scale, probes
+from trainer.plan.rates import Rates
 from trainer.plan.search import fixed_plan
 
 Capture = pytest.CaptureFixture[str]
@@ -26,7 +27,6 @@ NETWORK: dict[str, Any] = {"network": 50e9, "node": 8}
 TINY = Scale(
     hidden=(128,), tokens=(128,), few_tokens=128, vocab=256, lengths=(64,), heads=(16,), width=64, kernel_bytes=(8192,)
 )
-KERNEL_PARTS = ("rmsnorm", "layernorm", "rope", "swiglu", "gelu", "cross_entropy", "copy", "update", "norms", "bias")
 
 
 def calibration(*figures: PartRate) -> Calibration:
@@ -67,11 +67,8 @@ def test_a_file_that_is_none_is_one_line(text: str | None, among: str, tmp_path:
 
 def test_one_model_reads_a_sheet_and_a_calibration_of_the_same_figures() -> None:
     sheet = Rates.of_card("h100", **NETWORK)
-    figures = [PartRate("product", way, "bf16", (64, 64, 64), sheet.flops, 1.0) for way in LINEAR]
-    figures += [PartRate("attention", way, "bf16", (64, 64, 1), sheet.flops, 1.0) for way in BOTH]
-    figures += [PartRate(part, way, "any", (64,), sheet.memory, 1.0) for part in KERNEL_PARTS for way in BOTH]
-    host = {kind: number * LAUNCH_S for kind, number in KERNELS.items()}
-    known = Calibration("H100", {}, sheet.capacity, LAUNCH_S, host, tuple(figures))
+    known = calibration_of(sheet)
+    figures = known.figures
     measured = Rates.of_calibration(known, **NETWORK)
     sizes = {"model__num_layers": "4", "model__vocab_size": "512", "train__precision": "bf16"}
     run = run_of("examples/gpt-small.toml", parallel__pp="2", parallel__dp="2", parallel__schedule="zb-h1", **sizes)
