@@ -36,7 +36,14 @@ TABLES = {
     tables.HealthConfig: "health",
     tables.ProfileConfig: "profile",
 }
-BOOKKEEPING = ("dataclasses.py", "<string>", "needs.py", "options.py", "config/check.py", "checkpoint/changes.py")
+BOOKKEEPING = (
+    "dataclasses.py",
+    "<string>",
+    "needs.py",
+    "threefold/options.py",
+    "config/check.py",
+    "checkpoint/changes.py",
+)
 FREE = {  # what a run need not read, and why it may be set all the same
     "model.num_positions": "command lines of Megatron-LM must have it, with rotary positions too",
     "parallel.sequence_parallel": "one file serves any layout: it waits for tp > 1",
