@@ -46,7 +46,7 @@ FIXED = (
     (2, "4b", "--tp 2 --micro-batch-size 1 --global-batch-size 4"),
     (2, "3.8b", "--tp 2 --micro-batch-size 4 --global-batch-size 16"),
 )
-MODELS, GPUS, NUM_DRAWN, BATCH = ("350m", "1b", "3.8b", "4b"), (1, 2), 4, 16
+MODELS, GPUS, BATCH = ("350m", "1b", "3.8b", "4b"), (1, 2), 16  # one run of each model is drawn
 NODE: dict[str, Any] = {"network": 50e9, "node": 8}
 MEASURED = re.compile(r"([\d.]+) ms, .* tok/s, ([\d.]+) GiB")
 

@@ -23,6 +23,7 @@ from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of
 from trainer.data import to_device
 from trainer.pipeline.graph import WARM_UP_STEPS
+from trainer.run.memory_check import with_values
 from trainer.verify import plain_model
 from trainer.verify.bench import NUM_STEPS, SAVED_AT, Bench, alone_of, nothing_again
 from trainer.verify.compare import (
@@ -139,11 +140,7 @@ def one_graph(bench: Bench) -> Figure:
     """Compare passes that are recorded, and run again with other batches, with passes of each step, bit by bit."""
     if not bench.run.train.cuda_graphs:
         raise NotNeeded("the run records no passes")
-    as_run, recorded = (
-        try_steps(replace(bench.config, train=replace(bench.config.train, cuda_graphs=is_so)), bench.stream, NUM_STEPS)
-        for is_so in (False, True)
-    )
-    compare_bits(as_run, recorded, "train.cuda_graphs true")
+    _compare_without(bench, "train.cuda_graphs")
     return Figure(f"{NUM_STEPS - WARM_UP_STEPS} recorded steps", "equal bits")
 
 
@@ -151,12 +148,16 @@ def streamed(bench: Bench) -> Figure:
     """Compare updates of state that is streamed in pieces, each copy as late as may be, with plain ones, bit by bit."""
     if not bench.run.optim.offload:
         raise NotNeeded("masters and moments are where the weights are")
-    as_run, offloaded = (
-        try_steps(replace(bench.config, optim=replace(bench.config.optim, offload=is_so)), bench.stream, NUM_STEPS)
-        for is_so in (False, True)
-    )
-    compare_bits(as_run, offloaded, "optim.offload true")
+    _compare_without(bench, "optim.offload")
     return Figure(f"{NUM_STEPS} steps", "equal bits")
+
+
+def _compare_without(bench: Bench, option: str) -> None:
+    """Compare steps with an option that is on or off with those without it, bit by bit."""
+    off, on = (
+        try_steps(with_values(bench.config, {option: is_on}), bench.stream, NUM_STEPS) for is_on in (False, True)
+    )
+    compare_bits(off, on, f"{option} true")
 
 
 def _named(config: Config, other: Config) -> str:
