@@ -39,25 +39,26 @@ def choose_token_parts(
     known = recorded.get(NAME, "")
     if number := config.parallel.tp_overlap_parts or (int(known) if known.isdecimal() else 0):
         return number
-    return fastest_parts(config, mesh, dtype) if by_timing and mesh.device.type == "cuda" else 1
+    numbers = timed_numbers(num_tokens(config, mesh) // mesh.tp.size)
+    if not by_timing or mesh.device.type != "cuda" or len(numbers) == 1:
+        return 1
+    return fastest_parts(config, mesh, dtype, numbers)
 
 
 def fastest_parts(
     config: Config,
     mesh: ProcessMesh,
     dtype: torch.dtype,
+    numbers: Sequence[int] = TIMED,
     seconds_of: Callable[[Callable[[], object]], float] = median_seconds,
 ) -> int:
-    """Return which of the timed numbers the slowest rank is fastest with; all ranks call it."""
-    numbers = timed_numbers(num_tokens(config) // mesh.cp.size // mesh.tp.size)
-    if len(numbers) == 1:
-        return numbers[0]
+    """Return which of the numbers, the first of TIMED, the slowest rank is fastest with; all ranks call it."""
     return fewest_that_win(slowest_seconds(_CutLinears(config, mesh, dtype).passes, numbers, mesh, seconds_of))
 
 
-def num_tokens(config: Config) -> int:
-    """Return how many tokens a micro-batch has, over all ranks of cp and tp."""
-    return config.train.micro_batch_size * longest_row(config)
+def num_tokens(config: Config, mesh: ProcessMesh) -> int:
+    """Return how many tokens of a micro-batch the ranks of tp have together."""
+    return config.train.micro_batch_size * longest_row(config) // mesh.cp.size
 
 
 def timed_numbers(num_rows: int) -> list[int]:
@@ -83,7 +84,7 @@ class _CutLinears:
     def __init__(self, config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> None:
         self._num_parts, device = 1, mesh.device
         self.tensor = TensorParallel(mesh.tp, cuts_tokens=True, num_parts=lambda: self._num_parts)
-        num_rows = num_tokens(config) // mesh.cp.size
+        num_rows = num_tokens(config, mesh)
         self.columns, self.rows = list[tuple[torch.Tensor, Weight]](), list[tuple[torch.Tensor, Weight]]()
         for place, group in enumerate(linears_of(config, config.model.num_layers - 1)):
             is_column = place % 2 == 0  # q, k and v are one matrix, as are gate and up: a row-cut one comes after each

@@ -21,15 +21,18 @@ from ckptkit import ParallelLayout
 from threefold import __version__
 from trainer.config import Config, ModelConfig, TrainConfig
 from trainer.config.resolve import resolve
+from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.clock import Moment
-from trainer.mesh.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh, mesh_of
+from trainer.model.microbatch import Batch
 from trainer.plan.calibration import UNITS, Calibration, PartRate
 from trainer.plan.probes import OF_CPU, OF_GPU, Probe, Scale, probes
 from trainer.run.bench_comm import rows_of_groups
 from trainer.run.stage_times import stage_times
 
-LAUNCHES, REPEATS, FEW_LAYERS, MORE_LAYERS = 2000, 10, 2, 10
+LAUNCHES, REPEATS, NUM_STEPS = 2000, 10, 15
+FEW_LAYERS, MORE_LAYERS, FEW_MICRO_BATCHES, MORE_MICRO_BATCHES = 2, 10, 2, 10
 BESIDE = 0.2  # of the time of products: what attention takes in a round, and all other kernels
 OPERATIONS_S, BYTES_S = 6e14, 2e12  # by which that time is guessed
 COLLECTIVE_MIB = (0.0625, 1.0, 16.0, 128.0)
@@ -132,15 +135,49 @@ def launch_s(device: torch.device) -> float:
 
 
 def host_s(device: torch.device) -> dict[str, float]:
-    """Return what the host takes for the passes F and B of a layer, whose arithmetic takes next to nothing."""
-    on_gpu = device.type == "cuda"
-    model = ModelConfig(hidden_size=128, num_heads=2, num_layers=FEW_LAYERS, vocab_size=128)
-    train = TrainConfig(seq_length=16, micro_batch_size=1, global_batch_size=1, deterministic=True)
-    train = replace(train, precision="bf16" if on_gpu else "fp32", device="cuda" if on_gpu else "cpu")
-    few = resolve(Config(model=model, train=train), 1)
-    many = replace(few, model=replace(few.model, num_layers=MORE_LAYERS))
-    one, other = (stage_times(config, device) for config in (few, many))
+    """Return what the host takes for the passes F and B of a layer, whose arithmetic takes next to nothing.
+
+    Passes alone are faster than those of a step, so their sum is that of steps, whose numbers of layers and of
+    micro-batches differ.
+    """
+    one, other = (stage_times(host_config(num_layers, 1, device), device) for num_layers in (FEW_LAYERS, MORE_LAYERS))
     between = MORE_LAYERS - FEW_LAYERS
-    forward = (other["F", 0] - one["F", 0]) / between
-    backward = sum(other[kind, 0] - one[kind, 0] for kind in "BW") / between
-    return {"F": max(forward, 1e-6), "B": max(backward, 1e-6)}
+    forward = max(other["F", 0] - one["F", 0], 1e-6)
+    backward = max(sum(other[kind, 0] - one[kind, 0] for kind in "BW"), 1e-6)
+    less, more = (
+        step_s(host_config(MORE_LAYERS, number, device), device)
+        - step_s(host_config(FEW_LAYERS, number, device), device)
+        for number in (FEW_MICRO_BATCHES, MORE_MICRO_BATCHES)
+    )
+    whole = max(more - less, 2e-6) / between / (MORE_MICRO_BATCHES - FEW_MICRO_BATCHES)
+    return {"F": whole * forward / (forward + backward), "B": whole * backward / (forward + backward)}
+
+
+def host_config(num_layers: int, num_micro_batches: int, device: torch.device) -> Config:
+    """Return a run of short kernels."""
+    on_gpu = device.type == "cuda"
+    model = ModelConfig(hidden_size=128, num_heads=2, num_layers=num_layers, vocab_size=128)
+    train = TrainConfig(seq_length=16, micro_batch_size=1, global_batch_size=num_micro_batches, deterministic=True)
+    train = replace(train, precision="bf16" if on_gpu else "fp32", device="cuda" if on_gpu else "cpu")
+    return resolve(Config(model=model, train=train), 1)
+
+
+def step_s(config: Config, device: torch.device) -> float:
+    """Return the median seconds of a step of one rank, begun as a run does: while the one before it is under way."""
+    engine = Engine(config, mesh_of(config, 0, device))
+    engine.initialise()
+    engine.choose_ops({}, by_timing=False)
+    shape = config.train.gradient_accumulation_steps, config.train.micro_batch_size, config.train.seq_length
+    tokens = torch.zeros(shape, dtype=torch.long, device=device)
+    batch = Batch(
+        tokens, tokens, torch.arange(shape[2], device=device).expand(shape), torch.ones(shape, device=device), 0
+    )
+    ends, running = [], engine.start_step(0, batch)
+    for step in range(1, NUM_STEPS + 1):
+        following = engine.start_step(step, batch)
+        running.read()
+        ends.append(time.perf_counter())
+        running = following
+    running.read()
+    engine.close()
+    return statistics.median([end - begin for begin, end in pairwise(ends)][NUM_STEPS // 3 :])
