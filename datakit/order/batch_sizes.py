@@ -57,6 +57,11 @@ class BatchSizes:
         start, increment, samples = self.rampup
         return start + int(consumed / (samples / ((self.final - start) // increment))) * increment
 
+    @property
+    def first_of_final(self) -> int:
+        """The number of the run's first step that has the last size, counted from 0."""
+        return stages_of(self, 0)[-1].step
+
     def samples_after(self, first: int, num_steps: int) -> int:
         """Return the sample at which the run is so many steps after one that begins at sample `first`."""
         stages = stages_of(self, first)
