@@ -1,9 +1,15 @@
-"""Whether all sizes of a batch that grows are whole micro-batches of each rank, and which sizes are."""
+"""Of a batch that grows: whether its sizes are whole micro-batches of each rank, and which of them is planned."""
 
 from collections.abc import Iterator
 
 from threefold.options import Fault
 from trainer.config.train import TrainConfig
+
+
+def planned_size(train: TrainConfig) -> str:
+    """Return a line that says of which steps a plan is, if their batch grows; empty if all are alike."""
+    sizes = train.sizes()
+    return f"steps grow from {sizes} samples: these are figures of the last ones" if sizes.rampup else ""
 
 
 def ramp_faults(train: TrainConfig, dp_size: int) -> Iterator[Fault]:
