@@ -274,8 +274,9 @@ def test_every_field_has_a_flag_and_help() -> None:
     for leaf in leaves(Config):
         assert leaf.option.help, leaf.name
         text = {int: "1", float: "0.5", str: "x", bool: "true"}.get(leaf.annotation, "1")
-        arguments = build_parser().parse_args(["train", "run.toml", leaf.flag, text])
-        assert settings_of(arguments) == {leaf.name: FlagText(text, leaf.flag)}
+        more = (text,) * (len(leaf.option.metavar) - 1) if isinstance(leaf.option.metavar, tuple) else ()
+        arguments = build_parser().parse_args(["train", "run.toml", leaf.flag, text, *more])
+        assert settings_of(arguments) == {leaf.name: FlagText(text, leaf.flag, more)}
 
 
 def test_an_unknown_flag_comes_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
