@@ -2,8 +2,8 @@
 
 With `rampup` (8, 4, 100) and 16 samples at last, a step has 8 samples if fewer than 50 were read before it, 12 if fewer
 than 100 were, else 16. So the sizes are a function of samples: a run that goes on at a sample has the sizes that it
-would have had. Steps of one size follow each other, as a stage. Whatever is asked of a step is worked out of its stage,
-without a walk over the steps before it. Cost: a binary search a stage, once for each sample that stages begin at.
+would have had. Steps of one size follow each other. Whatever is asked of a step is worked out of the first of them,
+without a walk over those between. Cost: a binary search for each size, once for each sample at which steps begin.
 Source: `RampupBatchsizeNumMicroBatchesCalculator` of megatron-core, whose division is one of floats too.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from threefold.errors import UserError
 
 
-class Stage(NamedTuple):
+class EqualSteps(NamedTuple):
     """Steps of one size that follow each other: the first one's sample and number, and the size."""
 
     first: int
@@ -60,35 +60,35 @@ class BatchSizes:
     @property
     def first_of_final(self) -> int:
         """The number of the run's first step that has the last size, counted from 0."""
-        return stages_of(self, 0)[-1].step
+        return equal_steps(self, 0)[-1].step
 
     def samples_after(self, first: int, num_steps: int) -> int:
         """Return the sample at which the run is so many steps after one that begins at sample `first`."""
-        stages = stages_of(self, first)
-        stage = stages[max(bisect_right(stages, num_steps, key=attrgetter("step")) - 1, 0)]
-        return stage.first + (num_steps - stage.step) * stage.size
+        parts = equal_steps(self, first)
+        part = parts[max(bisect_right(parts, num_steps, key=attrgetter("step")) - 1, 0)]
+        return part.first + (num_steps - part.step) * part.size
 
     def steps_before(self, first: int, sample: int) -> int:
         """Return how many steps, from one that begins at sample `first`, are over before that which reads a sample."""
-        stages = stages_of(self, first)
-        stage = stages[max(bisect_right(stages, sample, key=attrgetter("first")) - 1, 0)]
-        return stage.step + (sample - stage.first) // stage.size
+        parts = equal_steps(self, first)
+        part = parts[max(bisect_right(parts, sample, key=attrgetter("first")) - 1, 0)]
+        return part.step + (sample - part.first) // part.size
 
 
 @lru_cache(maxsize=64)
-def stages_of(sizes: BatchSizes, first: int) -> tuple[Stage, ...]:
-    """Return the stages of steps from one on that begins at sample `first`; sizes that no step has are left out.
+def equal_steps(sizes: BatchSizes, first: int) -> tuple[EqualSteps, ...]:
+    """Return the steps from one on that begins at sample `first`, by their size; a size that no step has is left out.
 
-    With 8 samples from 0 on and 12 from 50 on, step 6 reads samples 48 to 55, and the stage of 12 begins at 56.
+    With 8 samples from 0 on and 12 from 50 on, the step of sample 48 reads up to 55, and those of 12 begin at 56.
     """
-    stages = [Stage(first, 0, sizes.at(first))]
-    while (last := stages[-1]).size < sizes.final:
+    parts = [EqualSteps(first, 0, sizes.at(first))]
+    while (last := parts[-1]).size < sizes.final:
         larger = range(last.first, sizes.rampup[-1] - sizes.read_before + 2)  # the last of them has the final size
         num_smaller = bisect_right(larger, last.size, key=sizes.at)
         num_steps = -(-num_smaller // last.size)
         sample = last.first + num_steps * last.size
-        stages.append(Stage(sample, last.step + num_steps, sizes.at(sample)))
-    return tuple(stages)
+        parts.append(EqualSteps(sample, last.step + num_steps, sizes.at(sample)))
+    return tuple(parts)
 
 
 def rampup_fault(final: int, rampup: tuple[int, ...]) -> str | None:

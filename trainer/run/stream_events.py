@@ -17,21 +17,21 @@ class StreamEvents:
         self.num_samples = sizes.at(sizes.samples_after(0, sizes.steps_before(0, last)))
         self.epochs = self._blend.epochs(num_samples)
 
-    def begin_step(self, step: int, taken: Taken) -> None:
+    def begin_step(self, step: int, batch: Taken) -> None:
         """Report another length of rows, and another size of the batch."""
-        if taken.length != self.seq_length:
-            self._log.event("seq_length", step, seq_length=taken.length)
+        if batch.length != self.seq_length:
+            self._log.event("seq_length", step, seq_length=batch.length)
             self._log.say(
-                f"step {step}: rows of {taken.length} tokens, was {self.seq_length}; new epochs of all stores"
+                f"step {step}: rows of {batch.length} tokens, was {self.seq_length}; new epochs of all stores"
             )
-        if taken.num_samples != self.num_samples:
-            self._log.event("batch_size", step, batch_size=taken.num_samples)
-            self._log.say(f"step {step}: {taken.num_samples} samples a step, was {self.num_samples}")
-        self.seq_length, self.num_samples = taken.length, taken.num_samples
+        if batch.num_samples != self.num_samples:
+            self._log.event("batch_size", step, batch_size=batch.num_samples)
+            self._log.say(f"step {step}: {batch.num_samples} samples a step, was {self.num_samples}")
+        self.seq_length, self.num_samples = batch.length, batch.num_samples
 
-    def end_step(self, step: int, taken: Taken) -> None:
+    def end_step(self, step: int, batch: Taken) -> None:
         """Report each store of which another epoch is read."""
-        epochs = taken.epochs or self.epochs
+        epochs = batch.epochs or self.epochs
         for store, before, after in zip(self._blend.stores, self.epochs, epochs, strict=True):
             if after > before:
                 self._log.event("epoch", step, store=store.place, epochs=after)

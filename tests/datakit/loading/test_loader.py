@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit import BatchOptions, BatchSizes, Blend, Cursor, Loader, Segment, TokenStore, write_store
+from datakit import BatchOptions, Blend, Cursor, Loader, TokenStore, write_store
 from datakit.loading.loader import REMOTE_STEPS_AHEAD
 from threefold.errors import CheckFailed, UserError
 
@@ -339,44 +339,3 @@ def test_the_start_reads_no_more_of_a_large_stream(blend: Blend) -> None:
         batch = loader.next_step()
     assert batch.first_sample == 10**13
     assert (batch.tokens[0] == blend.batch([10**13, 10**13 + 1]).tokens).all()
-
-
-GROWING = BatchSizes(12, (4, 4, 30))  # steps of 4, 4, 4, 4, 8, 8, 12 samples
-
-
-@pytest.mark.parametrize("num_steps", [2, 4, 6])  # inside a stage, and at both edges
-def test_a_batch_that_grows_is_read_and_resumed_as_one_stream(blend: Blend, num_steps: int) -> None:
-    sizes = [4, 4, 4, 4, 8, 8, 12, 12]
-    with Loader(blend, 2, GROWING, 1, 2) as whole, pickle.loads(pickle.dumps(whole)) as other:
-        steps = [whole.next_step() for _ in sizes]
-        assert [step.shape for step in steps] == [(size // 4, 2, L) for size in sizes]
-        begins = [sum(sizes[:number]) for number in range(len(sizes))]
-        assert [step.first_sample for step in steps] == begins
-        for first, step in zip(begins, steps):
-            assert (step.tokens.reshape(-1, L) == blend.batch(whole.samples(first).ravel()).tokens).all()
-        for _ in range(num_steps):
-            other.next_step()
-        state = other.state_dict()
-    with Loader(blend, 4, GROWING) as resumed:  # on one rank
-        resumed.load_state_dict(state)
-        for first, size, step in zip(begins[num_steps:], sizes[num_steps:], steps[num_steps:]):
-            assert resumed.global_batch_size == size
-            rows = resumed.next_step().tokens.reshape(-1, 2, 2, L)[:, 1]  # those of rank 1 of 2
-            assert (rows == step.tokens).all(), first
-
-
-def test_a_batch_grows_by_whole_micro_batches(blend: Blend) -> None:
-    with pytest.raises(UserError, match="a step of 4 samples is not a number of micro-batches of 8"):
-        Loader(blend, 4, GROWING, 0, 2)
-
-
-def test_rows_change_their_length_where_a_step_of_a_growing_batch_begins(stores: list[TokenStore]) -> None:
-    def read(begin: int) -> list[tuple[int, int, int]]:
-        longer = Blend([(stores[0], 1)], seq_length=L, seed=5, later=[Segment(begin, seq_length=2 * L)])
-        with Loader(longer, 2, GROWING) as loader:
-            return [loader.next_step().shape for _ in range(6)]
-
-    assert read(24) == [(2, 2, L)] * 4 + [(4, 2, L), (4, 2, 2 * L)]
-    with pytest.raises(UserError, match=r"from sample 20 on, in the middle of the step of samples 16 to 23") as caught:
-        read(20)
-    assert caught.value.hint.startswith("from_sample = 24;")

@@ -1,4 +1,4 @@
-"""BatchSizes: the sizes of Megatron-LM's rule, and stages that count steps as a walk over them does."""
+"""BatchSizes: the sizes of Megatron-LM's rule, and steps counted as a walk over them does."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 from datakit import BatchSizes
 from datakit.config.steps import Steps
-from datakit.order.batch_sizes import stages_of
+from datakit.order.batch_sizes import equal_steps
 from threefold.errors import UserError
 
 RAMPS = [  # START, INCR, SAMPLES and the last size: among them edges in the middle of steps, and quotients that round
@@ -53,19 +53,19 @@ def test_sizes_are_those_of_megatron(start: int, increment: int, samples: int, f
             assert (sizes.samples_after(read, number), sizes.steps_before(read, after - 1)) == (begin, number)
 
 
-def test_stages_are_counted_and_not_walked() -> None:
+def test_steps_are_counted_and_not_walked() -> None:
     sizes = BatchSizes(4096, (32, 32, 10**12))
-    stages = stages_of(sizes, 0)
-    assert [stage.size for stage in stages] == list(range(32, 4097, 32))
-    for stage, later in pairwise(stages):
-        assert later.first == stage.first + (later.step - stage.step) * stage.size
+    parts = equal_steps(sizes, 0)
+    assert [part.size for part in parts] == list(range(32, 4097, 32))
+    for part, later in pairwise(parts):
+        assert later.first == part.first + (later.step - part.step) * part.size
     number = sizes.steps_before(0, 10**13)
     assert sizes.samples_after(0, number) <= 10**13 < sizes.samples_after(0, number + 1)
 
 
-def test_steps_that_no_step_has_are_left_out() -> None:
+def test_sizes_that_no_step_has_are_left_out() -> None:
     """8 samples pass two of the edges that are 3 samples apart."""
-    assert [stage[:3] for stage in stages_of(BatchSizes(16, (8, 2, 12)), 0)] == [(0, 0, 8), (8, 1, 12), (20, 2, 16)]
+    assert [tuple(part) for part in equal_steps(BatchSizes(16, (8, 2, 12)), 0)] == [(0, 0, 8), (8, 1, 12), (20, 2, 16)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A batch that grows: the steps of a run, on resuming inside a stage and at its edge, and what cannot grow so."""
+"""A batch that grows: the steps of a run, also where it resumes among them, and what cannot grow so."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def train(config: Path, folder: Path, name: str, *flags: object) -> int:
 
 
 def test_a_resume_has_the_steps_that_it_would_have_had(job_config: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Stopped inside the first stage, and where the second one ends."""
+    """Stopped among the steps of the first size, and behind those of the second."""
     assert train(job_config, tmp_path, "whole", *RAMP, "--train-steps", 9) == 0
     tokens = list(curve(tmp_path / "whole.jsonl", "tokens").values())
     assert tokens == [32 * sum(SIZES[:step]) for step in range(1, 10)]
@@ -75,7 +75,7 @@ def test_samples_that_another_program_read_count() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_ranks_that_are_killed_in_a_stage_go_on_in_it(job_config: Path, tmp_path: Path) -> None:
+def test_ranks_that_are_killed_go_on_with_the_steps_of_their_size(job_config: Path, tmp_path: Path) -> None:
     def job(name: str) -> Job:
         words = (*RAMP, "--dp", 2, "--save", tmp_path / name, "--save-interval", 1, "--train-steps", 9)
         return Job(2, job_config, *words, metrics=tmp_path / f"{name}.jsonl")
