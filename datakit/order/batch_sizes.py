@@ -37,6 +37,8 @@ class BatchSizes:
 
     def __post_init__(self) -> None:
         """Raise UserError if the batch does not grow so."""
+        if self.final < 1:
+            raise UserError(f"steps have at least 1 sample, got {self.final}", hint="BatchSizes(16)")
         if (fault := rampup_fault(self.final, self.rampup)) is not None:
             raise UserError(f"the batch does not grow: {fault}", hint="BatchSizes(16, rampup=(8, 4, 100))")
 

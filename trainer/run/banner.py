@@ -94,7 +94,7 @@ def ramp_text(config: Config) -> Iterator[str]:
     if sizes.rampup:
         step = sizes.first_of_final + 1
         numbers = f"{sizes.sizes[0] // rank_samples} to {sizes.final // rank_samples} micro-batches of a rank"
-        yield f"{numbers}, {sizes.final:,} samples from step {step:,} on; plans are of these, unless they say more"
+        yield f"{numbers}, {sizes.final:,} samples from step {step:,} on, which take the most memory"
 
 
 def zero_text(config: Config) -> str:
