@@ -28,21 +28,19 @@ def direction(gradient: Tensor, moment: Tensor, momentum: float, *, is_bad: Tens
     return gradient.lerp(averaged, momentum).to(direction_dtype(gradient.dtype))
 
 
-def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return a matrix with the same singular vectors and singular values near 1, by a polynomial of fifth degree.
+def orthogonal(matrices: Tensor, steps: int) -> Tensor:
+    """Return matrices [N, rows, columns] with the same singular vectors and singular values near 1.
 
-    A matrix that is less than EPS has smaller ones.
+    The polynomial is of fifth degree. A matrix that is less than EPS has smaller values.
     """
     first, third, fifth = COEFFICIENTS
-    x = matrix.clone()
-    is_tall = len(matrix) > matrix.shape[1]
-    if is_tall:
-        x = x.T
-    x.div_(x.norm().clamp(min=EPS))
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+    return x.mT if is_tall else x
 
 
 def scale_of(scale: MuonScale, rows: int, columns: int) -> float:

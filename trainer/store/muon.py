@@ -179,17 +179,18 @@ def received_parts(arrived: Tensor, spans: Sequence[MatrixSpan]) -> Parts:
 
 
 def orthogonal_parts(parts: Parts, steps: int) -> Parts:
-    """Return the same parts of the matrices that are made orthogonal, each as a whole."""
-    of_matrix: dict[Matrix, Parts] = {}
-    for part, values in parts.items():
-        of_matrix.setdefault(part.matrix, {})[part] = values
+    """Return the same parts of the matrices made orthogonal: each matrix as a whole, those of one shape at once."""
+    by_shape: dict[tuple[int, int], dict[Matrix, list[MatrixPart]]] = {}
+    for part in parts:
+        by_shape.setdefault(part.matrix.shape, {}).setdefault(part.matrix, []).append(part)
     results: Parts = {}
-    for matrix, pieces in of_matrix.items():
-        whole = next(iter(pieces.values())).new_empty(matrix.shape)
-        for part, values in pieces.items():
-            whole[_rows(part)] = values
-        orthogonal = muon.orthogonal(whole, steps)
-        results |= {part: orthogonal[_rows(part)] for part in pieces}
+    for shape, of_matrix in by_shape.items():
+        whole = next(iter(parts.values())).new_empty(len(of_matrix), *shape)
+        for matrix, pieces in zip(whole, of_matrix.values(), strict=True):
+            for part in pieces:
+                matrix[_rows(part)] = parts[part]
+        for matrix, pieces in zip(muon.orthogonal(whole, steps), of_matrix.values(), strict=True):
+            results |= {part: matrix[_rows(part)] for part in pieces}
     return results
 
 
