@@ -86,3 +86,4 @@ def test_ranks_that_are_killed_go_on_with_the_steps_of_their_size(job_config: Pa
     job("cut").run()
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     assert all(curve(whole, key) == curve(cut, key) for key in WATCHED)
+    assert call("eval", tmp_path / "cut", "--micro-batch-size", 16) == 0, "which the first steps do not have"
