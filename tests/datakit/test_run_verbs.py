@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datakit import BatchSizes, Blend, Cursor, Loader, Recipe, TokenStore, blame, preprocess
+from datakit import BatchSizes, Blend, Cursor, Loader, Recipe, RunStream, TokenStore, blame, preprocess
 from tests.datakit.conftest import Cli, write_jsonl
 
 Capture = pytest.CaptureFixture[str]
@@ -291,3 +291,10 @@ def test_verbs_know_the_steps_of_a_batch_that_grows(folder: Path, blend: Blend, 
     assert "INCR 3 lead from START 2 past 6: 1, 2, 4 do not" in capsys.readouterr().err
     assert cli("blend", folder / "run.toml", "--rampup-batch-size", 2, 2) == 2
     assert "--rampup-batch-size START INCR SAMPLES: each needs a value" in capsys.readouterr().err
+
+
+def test_a_mixture_begins_at_the_sample_of_its_step(folder: Path) -> None:
+    text = (folder / "run.toml").read_text() + "rampup_batch_size = [2, 2, 20]\n"
+    later = f"[[data.mixture]]\nfrom_step = 6\nweights = {{ '{folder / 'a'}' = 0.5 }}\n"
+    (folder / "ramp.toml").write_text(text + later)
+    assert [segment.from_sample for segment in RunStream.read(str(folder / "ramp.toml")).open().segments] == [0, 10]
