@@ -12,7 +12,7 @@ from tests.trainer.support.parity import config_for, local_batch, make_engine, s
 from trainer.config import Config, Fp8Config
 from trainer.linear import linear
 from trainer.mesh.group import Network
-from trainer.parallel.token_parts import TIMED, _CutLinears, fastest_parts, fewest_that_win
+from trainer.parallel.token_parts import TIMED, _CutLinears, fastest_parts, fewest_that_win, timed_numbers
 from trainer.verify.threads import run_threads
 
 TP2 = ParallelLayout(tp=2)
@@ -85,13 +85,20 @@ def test_layers_take_the_number_that_was_chosen_after_them(monkeypatch: pytest.M
         ((100, 97, 96), 2),
         ((100, 90, 120), 2),
         ((100, 130, 200), 1),
+        ((100, 90), 2),
     ],
 )
 def test_more_parts_are_taken_for_a_gain_above_noise(seconds: tuple[float, ...], expected: int) -> None:
     assert fewest_that_win(seconds) == expected
 
 
-def test_all_ranks_take_what_is_fastest_on_the_slowest() -> None:
+@pytest.mark.parametrize(("num_rows", "expected"), [(4096, [1]), (8191, [1]), (8192, [1, 2]), (16384, [1, 2, 4])])
+def test_parts_of_few_rows_are_not_timed(num_rows: int, expected: list[int]) -> None:
+    assert timed_numbers(num_rows) == expected
+
+
+def test_all_ranks_take_what_is_fastest_on_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.parallel.token_parts.MIN_ROWS", 1)
     planted = [{1: 10.0, 2: 5.0, 4: 9.0}, {1: 10.0, 2: 12.0, 4: 9.0}]  # seconds by rank and number
 
     def timed(rank: int, config: Config, *, network: Network) -> int:
@@ -129,7 +136,8 @@ def test_what_is_timed_are_the_linears_of_the_run(model: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_ranks_on_a_gpu_agree_on_a_timed_number() -> None:
+def test_ranks_on_a_gpu_agree_on_a_timed_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.parallel.token_parts.MIN_ROWS", 1)
     config = small(config_for("llama", TP2, device="cuda"))
     first, second = run_threads(2, chosen, replace(config, parallel=replace(config.parallel, tp_overlap_parts=0)), {})
     assert first == second
