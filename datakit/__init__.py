@@ -7,8 +7,8 @@ Programs import these names and no other submodule:
 - stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
 - a store's documents in rows, without cutting the short ones: pack, and Packing, which TokenStore.open takes;
 - names that TokenStore.open made older, for one release: RemoteStore, PackedStore, PackedRemoteStore;
-- batches of a stream: Blend, Cursor, Loader, HostBatch, BatchOptions; datakit.torch, which is imported by its own
-  name, has datasets of them for PyTorch's DataLoader;
+- batches of a stream: Blend, Cursor, Loader, BatchSizes, HostBatch, BatchOptions; datakit.torch, which is imported by
+  its own name, has datasets of them for PyTorch's DataLoader;
 - from samples to documents and back: blame, where; the tags of their labels: LabelTags;
 - a run's stream in its TOML file: RunStream, StreamConfig, MixtureConfig, BlendConfig, StepConfig;
 - the order of samples of megatron-core's datasets: MegatronBlend, MegatronOrder;

@@ -161,6 +161,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Set newer steps aside": write_long_run,
     "Train on from an older step": write_config,
     "What a resume reports": write_config,
+    "Let the batch grow": write_config,
     "Ask a run": write_run,
     "Compare in Python": write_run,
     "From an element to a byte, and back": write_run,

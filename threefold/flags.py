@@ -162,12 +162,13 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, is_shown: bool =
         word: dict[str, Any] = {"dest": PREFIX + leaf.name, "default": argparse.SUPPRESS}
         shown = described.metavar or metavar(leaf.kind, repeats)
         bare = bare_of(leaf)
+        how = {"nargs": len(shown)} if isinstance(shown, tuple) else {"action": "append" if repeats else "store"}
         groups[table].add_argument(
             *described.flags,
             leaf.flag,
             metavar=f"[{shown}]" if bare else shown,
             help=with_default(described.help, default) if is_shown else argparse.SUPPRESS,
-            **(bare or {"action": "append" if repeats else "store"}),
+            **(bare or how),
             **word,
         )
         for flag, value in described.shorthands.items():

@@ -66,7 +66,7 @@ class Option:
     shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scaled: Mapping[str, float] = dataclasses.field(default_factory=dict)
     repeats: bool = False
-    metavar: str | None = None
+    metavar: str | tuple[str, ...] | None = None
     is_positional: bool = False
     takes_rest: bool = False
     parse: Callable[[str], Any] | None = None
@@ -230,7 +230,8 @@ def convert(value: Any, annotation: Any, described: Option) -> Any:
             texts = [value.text, *value.more] if isinstance(value, FlagText) else [value]
             value = [text for text in texts if text]
         elif isinstance(value, FlagText):
-            texts = [text.strip() for text in value.text.split(",") if text.strip()]
+            words = ",".join([value.text, *value.more]).split(",")
+            texts = [text.strip() for text in words if text.strip()]
             is_nested = typing.get_origin(item) is tuple  # A:B
             value = [
                 [FlagText(part, value.flag) for part in text.split(":")] if is_nested else FlagText(text, value.flag)

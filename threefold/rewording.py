@@ -88,6 +88,8 @@ class Rewording:
                 self.arguments.append(name)
             else:
                 self.faults.append(f"{flag} {value}: it is a switch, leave it out")
+        elif isinstance(action.metavar, tuple):
+            self._read_words(flag, name, action.metavar, value, rest)
         elif value is not None:
             self.arguments.append(f"{name}={value}")
         elif rest and (not rest[0].startswith("--") or " " in rest[0]):
@@ -95,6 +97,16 @@ class Rewording:
         else:
             self.faults.append(f"{flag}: {NEEDS_VALUE}")
         return True
+
+    def _read_words(self, flag: str, name: str, metavar: tuple[str, ...], value: str | None, rest: deque[str]) -> None:
+        """Add a flag of several words, which may be one text of commas or blanks too."""
+        words = [] if value is None else value.replace(",", " ").split()
+        while value is None and len(words) < len(metavar) and rest and not rest[0].startswith("--"):
+            words += rest.popleft().replace(",", " ").split()
+        if len(words) == len(metavar):
+            self.arguments += [name, *words]
+        else:
+            self.faults.append(f"{flag} {' '.join(metavar)}: each {NEEDS_VALUE}")
 
     def _read_foreign(self, flag: str, value: str | None, rest: deque[str]) -> bool:
         """Add what a flag of another program is here; return whether it is known."""

@@ -13,6 +13,7 @@ import torch
 from datakit import Blend, Cursor, HostBatch, Loader, Recorded, open_tokenizer
 from threefold.errors import UserError
 from trainer.config import Config
+from trainer.config.resolve import batch_sizes
 from trainer.model.microbatch import Batch
 
 Int64s = npt.NDArray[np.int64]
@@ -82,7 +83,7 @@ def open_loader(
     return Loader(
         blend,
         config.train.micro_batch_size,
-        config.train.gradient_accumulation_steps,
+        batch_sizes(config),
         dp_rank,
         config.parallel.dp,
         start,

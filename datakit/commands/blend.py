@@ -48,7 +48,7 @@ def run(options: Options) -> None:
         return
     lengths = ", then ".join(f"{length:,}" for length in blend.sources.lengths)
     begin = f", from step {steps.first_known + 1:,} on" if steps.first_known else ""
-    print(f"{last:,} steps{begin} of {steps.batch_size:,} samples of {lengths} tokens: {num_tokens:,} tokens")
+    print(f"{last:,} steps{begin} of {steps.sizes} samples of {lengths} tokens: {num_tokens:,} tokens")
     rows = [
         (
             f"{share.weight:.4f}", f"{share.tokens_read:,}", f"{share.num_samples:,}", f"{share.epochs:.3f}",

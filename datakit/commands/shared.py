@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from datakit.config.run_stream import RunStream
 from datakit.config.steps import Steps
-from datakit.config.stream_config import RunStream
 from threefold.cli import print_json, print_line
 from threefold.console import log
 from threefold.flags import Settings, settings

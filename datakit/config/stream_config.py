@@ -1,22 +1,19 @@
 """StreamConfig: what a run's TOML file says of its stream. The trainer's tables extend these, so each key exists once.
 
-RunStream reads such a file without the trainer: all of `[data]` that is here, four keys of `[train]`, nothing else. A
-key that is not here is the trainer's, which refuses unknown ones. Every `--help` that shows these keys reads this file,
-so numpy is imported by methods alone.
+Every `--help` that shows these keys reads this file, so numpy is imported by methods alone.
 """
 
 import os
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from datakit.config.mixture_config import MixtureConfig, Plan, plan, segments
+from datakit.config.step_config import StepConfig
 from datakit.config.steps import Steps
 from threefold.errors import UserError
 from threefold.needs import unmet
-from threefold.options import Fault, FlagText, merge, option, raise_faults, read_toml, walk
+from threefold.options import Fault, option, raise_faults
 
 if TYPE_CHECKING:
     from datakit.batches.batch import BatchOptions
@@ -29,16 +26,6 @@ SAMPLE = "examples/gpt-small.toml"
 PACKED, MEGATRON = ("best_fit", "pad"), {"order": "megatron"}
 READS_URLS = {"a store behind a URL": lambda table: not table.places or any("://" in path for path in table.places)}
 READS_FILES = {"a store on a file system": lambda table: not all("://" in path for path in table.places or [""])}
-
-
-@dataclass(frozen=True, slots=True)
-class StepConfig:
-    """The part of `[train]` that says which samples a step reads."""
-
-    train_steps: int = option(100, "the step of the run's end", minimum=1, flags=["--train-steps"], keeps_bits=True)
-    seq_length: int = option(256, "tokens a sample", minimum=1, flags=["--seq-length"])
-    global_batch_size: int = option(8, "samples a step of all ranks", minimum=1, flags=["--global-batch-size"])
-    seed: int = option(0, "seed of weights, dropout and sample order", minimum=0, maximum=2**63 - 1, flags=["--seed"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +203,7 @@ class StreamConfig(BlendConfig):
         stores = [
             self._store(number, planned, known, steps, is_draft=is_draft) for number in range(len(planned.sources))
         ]
-        counted = Steps(steps.global_batch_size, known.step, known.num_samples)
+        counted = self.steps_of(steps, known)
         begins = known.begins_of_steps
         later = segments(planned, self.mixture, lambda step: begins.get(step, counted.num_counted(step - 1)), table)
         if is_draft:  # which samples steps are is not known
@@ -230,7 +217,7 @@ class StreamConfig(BlendConfig):
         )
         if is_draft:
             return blend
-        blend.sources.check_steps(known.num_samples, steps.global_batch_size)
+        blend.sources.check_steps(known.num_samples, counted.sizes)
         for number, store in enumerate(blend.stores):
             sample = blend.mixture.reads_from(number, known.num_samples) if store.shards.is_gone else None
             if sample is not None:
@@ -241,17 +228,24 @@ class StreamConfig(BlendConfig):
                 )
         return blend
 
+    def steps_of(self, steps: StepConfig, recorded: "Recorded | None" = None) -> Steps:
+        """Return which samples steps read; their batch size may have changed up to what a checkpoint recorded."""
+        sizes = steps.sizes(self.start_sample)
+        if recorded is None or not recorded.step:  # a state_dict knows no steps
+            return Steps(sizes)
+        return Steps(sizes, recorded.step, recorded.num_samples)
+
     def _open_megatron(self, steps: StepConfig) -> "Blend":
         """Return the stream of megatron-core's training datasets; UserError if it ends before the run does."""
-        num_samples = Steps(steps.global_batch_size).num_samples(steps.train_steps)
+        counted = self.steps_of(steps)
+        num_samples = counted.num_samples(steps.train_steps)
         needed = self.start_sample + num_samples
         blend = self._in_order(steps, self.train_samples or needed, start_sample=self.start_sample)
         if blend.mixture.max_samples < num_samples:
             size = self.start_sample + blend.mixture.max_samples
             raise UserError(
                 f"the run reads {needed} samples of the order, and the order has {size}",
-                hint=f"--data.train-samples {needed}, or --train-steps "
-                f"{blend.mixture.max_samples // steps.global_batch_size}",
+                hint=f"--data.train-samples {needed}, or --train-steps {counted.num_whole(blend.mixture.max_samples)}",
             )
         return blend
 
@@ -302,44 +296,3 @@ class StreamConfig(BlendConfig):
         return BatchOptions(
             self.mask_eod_loss, self.reset_positions, self.document_mask, pad_to_multiple_of=self.pad_to_multiple_of
         )
-
-
-@dataclass(frozen=True, slots=True)
-class RunStream:
-    """The tables of a run's file that its stream depends on."""
-
-    data: StreamConfig = field(default_factory=StreamConfig)
-    train: StepConfig = field(default_factory=StepConfig)
-
-    @classmethod
-    def read(cls, path: str, overrides: Mapping[str, FlagText] | None = None) -> "RunStream":
-        """Return the tables of a TOML file, flags put in; UserError that lists all faults of these keys."""
-        known = {"data": fields(StreamConfig), "train": fields(StepConfig)}
-        tables = read_toml(path, sample=SAMPLE)
-        for name, table in tables.items():
-            if name in known and isinstance(table, Mapping):
-                names = {key.name for key in known[name]}
-                tables[name] = {key: value for key, value in table.items() if key in names}
-        faults: list[Fault] = []
-        run = walk(cls, merge({name: tables[name] for name in known if name in tables}, overrides or {}), faults)
-        raise_faults(path, faults or run.data.faults("data") + unmet(run), hint=f"{SAMPLE} documents every key")
-        return run
-
-    def open(self, recorded: "Recorded | None" = None) -> "Blend":
-        """Return the blend that the run reads; `recorded` is what a checkpoint of it says of its stream."""
-        return self.data.open(self.train, table="data", recorded=recorded)
-
-    def steps(self, recorded: "Recorded | None" = None) -> Steps:
-        """Return which samples steps read; their batch size may have changed up to what a checkpoint recorded."""
-        if recorded is None or not recorded.step:  # a state_dict knows no steps
-            return Steps(self.train.global_batch_size)
-        return Steps(self.train.global_batch_size, recorded.step, recorded.num_samples)
-
-    def num_steps(self, blend: "Blend", steps: Steps | None = None) -> int:
-        """Return the last step of the run: `train_steps`, or the step that ends epoch `max_epochs` of a store."""
-        known, last_epoch = steps or self.steps(), self.data.max_epochs
-        if not last_epoch:
-            return self.train.train_steps
-        later = range(known.first_known, self.train.train_steps)
-        ends = bisect_left(later, True, key=lambda step: max(blend.epochs(known.num_samples(step))) >= last_epoch)
-        return min(self.train.train_steps, known.first_known + ends)

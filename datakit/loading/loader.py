@@ -24,6 +24,7 @@ from datakit.format.shard import Int64s
 from datakit.loading.making_thread import MadeAhead, MakingThread
 from datakit.loading.read_ahead import ReadAhead
 from datakit.order.arguments import require, whole_number
+from datakit.order.batch_sizes import BatchSizes
 from datakit.order.blend import Blend
 from datakit.order.stream_record import Cursor, StreamRecord
 from threefold.closing import Closing
@@ -54,7 +55,7 @@ class Loader(Closing):
         self,
         blend: Blend,
         micro_batch_size: int,
-        num_microbatches: int,
+        num_microbatches: int | BatchSizes,
         dp_rank: int = 0,
         dp_size: int = 1,
         cursor: Cursor | None = None,
@@ -62,23 +63,23 @@ class Loader(Closing):
     ) -> None:
         """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it.
 
-        UserError too if the length of rows changes inside a step.
+        `num_microbatches` may be the sizes of steps of all ranks, of a batch that grows. UserError too if they are not
+        whole micro-batches of each rank, or if the length of rows changes inside a step.
         """
         require("blend", blend, Blend, "Blend([(TokenStore.open(FOLDER), 1.0)], seq_length=2048, seed=1)")
         require("options", options, BatchOptions, "BatchOptions(reset_positions=True)")
         micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
-        num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
         dp_size = whole_number("dp_size", dp_size, 1)
         dp_rank = whole_number("dp_rank", dp_rank, most=dp_size - 1)
         if cursor is not None:
             blend = blend.following(require("cursor", cursor, Cursor, 'Cursor.from_json(batch["cursor"])'))
             blend.check(cursor)
         self._blend = blend
-        self._rows = num_microbatches, micro_batch_size
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._micro_batch_size, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
+        self._sizes = _sizes_of(num_microbatches, micro_batch_size * dp_size)
         self._options = options
         self._num_samples = 0 if cursor is None else cursor.num_samples
-        blend.sources.check_steps(self._num_samples, self.global_batch_size)
+        blend.sources.check_steps(self._num_samples, self._sizes)
         self._most_ahead = self._remote_steps_ahead() if blend.caches else 1
         self._memory = StepMemory(self._most_ahead + 2)  # of those ahead, the caller's and the one before
         self._ahead: _StepsAhead | None = None
@@ -87,8 +88,7 @@ class Loader(Closing):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the blend and the place in it; the step that was made ahead is made again."""
-        num_microbatches, micro_batch_size = self._rows
-        shape = micro_batch_size, num_microbatches, self._dp_rank, self._dp_size
+        shape = self._micro_batch_size, self._sizes, self._dp_rank, self._dp_size
         return partial(Loader, self._blend, *shape, self.cursor, self._options), ()
 
     @property
@@ -100,23 +100,25 @@ class Loader(Closing):
     def shape(self) -> tuple[int, int, int]:
         """Shape of the next step's arrays on this rank: [num_microbatches, micro_batch_size, seq_length].
 
-        With `pad_to_multiple_of` in the options the step may have shorter rows, as its own shape says.
+        With `pad_to_multiple_of` in the options the step may have shorter rows, as its own shape says. Where the batch
+        grows, so does the number of micro-batches.
         """
         return self.shape_at(self._num_samples)
 
     def shape_at(self, first: int) -> tuple[int, int, int]:
         """Return the shape of the arrays of the step that begins at sample `first`."""
-        return *self._rows, self._blend.sources.seq_length_at(first)
+        num_microbatches = self._sizes.at(first) // (self._micro_batch_size * self._dp_size)
+        return num_microbatches, self._micro_batch_size, self._blend.sources.seq_length_at(first)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that hold the next step: without positions and loss masks, if these are the same in all rows."""
         return self._blend.num_bytes(self.shape, self._options)
 
-    @cached_property
+    @property
     def global_batch_size(self) -> int:
-        """Samples a step of all ranks."""
-        return self._rows[0] * self._rows[1] * self._dp_size
+        """Samples of all ranks in the next step."""
+        return self._sizes.at(self._num_samples)
 
     @property
     def cursor(self) -> Cursor:
@@ -145,7 +147,7 @@ class Loader(Closing):
         recorded = state.get("stream")
         blend = self._blend.following(cursor)
         blend.check(cursor, None if recorded is None else StreamRecord.from_json(recorded))
-        blend.sources.check_steps(cursor.num_samples, self.global_batch_size)
+        blend.sources.check_steps(cursor.num_samples, self._sizes)
         self._drop_ahead()
         if blend is not self._blend:
             self._end_step()
@@ -155,7 +157,7 @@ class Loader(Closing):
 
     def __len__(self) -> int:
         """Raise UserError, which says what torch's DataLoader takes: it asks for the length of what it is given."""
-        micro_batch_size, ranks = self._rows[1], f"dp_rank={self._dp_rank}, dp_size={self._dp_size}"
+        micro_batch_size, ranks = self._micro_batch_size, f"dp_rank={self._dp_rank}, dp_size={self._dp_size}"
         raise _NoLength(
             "a Loader has no length, its stream is endless; a DataLoader takes the datasets of datakit.torch",
             hint=f"DataLoader(datakit.torch.StreamDataset(blend, {micro_batch_size}, {ranks}), batch_size=None)",
@@ -246,12 +248,13 @@ class Loader(Closing):
             return
         if self._process != os.getpid():  # the threads that read ahead stayed with the parent
             self._start_thread()
-        ahead, stride = self._reading, every * self.global_batch_size
-        number = ahead.number(first) if ahead and ahead.stride == stride else None
+        ahead = self._reading
+        number = ahead.number(first) if ahead and ahead.every == every else None
         if ahead is None or number is None:
             self._end_reading()
-            rows = partial(_rows, self._rows, self._dp_rank, self._dp_size)  # it may not keep the loader alive
-            ahead, number = ReadAhead(self._blend, rows, first, stride), 0
+            # it may not keep the loader alive
+            rows = partial(_rows, self._sizes, self._micro_batch_size, self._dp_rank, self._dp_size)
+            ahead, number = ReadAhead(self._blend, rows, first, self._sizes, every), 0
             self._reading = ahead
             finalize(self, ahead.close).atexit = False
         ahead.begin(number, num_kept)
@@ -270,12 +273,12 @@ class Loader(Closing):
 
         UserError if the length of rows changes inside it, or inside a later one.
         """
-        self._blend.sources.check_steps(first, self.global_batch_size)
+        self._blend.sources.check_steps(first, self._sizes)
         ahead = self._reading
         rows = ahead.rows(first) if ahead else None
         batch = self._blend.batch(self.samples(first).ravel(), self._options, out=out, rows=rows)
         epochs = self._blend.epochs(self._after(first))
-        return batch.reshaped(*self._rows, batch.shape[-1], first_sample=first, epochs=epochs)
+        return batch.reshaped(*self.shape_at(first)[:2], batch.shape[-1], first_sample=first, epochs=epochs)
 
     def close(self) -> None:
         """End the threads; the loader yields no further step."""
@@ -286,16 +289,17 @@ class Loader(Closing):
 
     def samples(self, first: int) -> Int64s:
         """Global numbers of this rank's rows in the step that begins at sample `first`, [num_microbatches, rows]."""
-        return _rows(self._rows, self._dp_rank, self._dp_size, first)
+        return _rows(self._sizes, self._micro_batch_size, self._dp_rank, self._dp_size, first)
 
     def _after(self, first: int) -> int:
         """Return the first sample of the step after the one that begins at sample `first`."""
-        return first + self.global_batch_size
+        return first + self._sizes.at(first)
 
     def _remote_steps_ahead(self) -> int:
         if self._dp_size > 1:
             return REMOTE_STEPS_AHEAD
-        return max(REMOTE_STEPS_AHEAD, min(MOST_REMOTE_STEPS_AHEAD, MOST_REMOTE_BYTES_AHEAD // self.num_bytes))
+        largest = self.num_bytes * self._sizes.final // self.global_batch_size  # of a batch that grows
+        return max(REMOTE_STEPS_AHEAD, min(MOST_REMOTE_STEPS_AHEAD, MOST_REMOTE_BYTES_AHEAD // largest))
 
     def _start_thread(self) -> None:
         self._thread, self._process = MakingThread("datakit-loader"), os.getpid()
@@ -315,7 +319,20 @@ class Loader(Closing):
         self._reading = None
 
 
-def _rows(shape: tuple[int, int], dp_rank: int, dp_size: int, first: int) -> Int64s:
-    num_microbatches, micro_batch_size = shape
+def _sizes_of(num_microbatches: int | BatchSizes, num_rows: int) -> BatchSizes:
+    """Return the sizes of steps, of which all ranks read `num_rows` at a time; UserError if these are not whole."""
+    if not isinstance(num_microbatches, BatchSizes):
+        return BatchSizes(whole_number("num_microbatches", num_microbatches, 1) * num_rows)
+    odd = next((size for size in num_microbatches.sizes if size % num_rows), None)
+    if odd is not None:
+        raise UserError(
+            f"a step of {odd} samples is not a number of micro-batches of {num_rows}, those of all ranks",
+            hint=f"sizes that are multiples of {num_rows}, and so are the steps between them",
+        )
+    return num_microbatches
+
+
+def _rows(sizes: BatchSizes, micro_batch_size: int, dp_rank: int, dp_size: int, first: int) -> Int64s:
+    num_microbatches = sizes.at(first) // (micro_batch_size * dp_size)
     microbatches = np.arange(num_microbatches)[:, None] * dp_size + dp_rank
     return first + microbatches * micro_batch_size + np.arange(micro_batch_size)

@@ -17,13 +17,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from datakit.batches.row_pieces import CutRows
 from datakit.format.shard import Int64s
 from datakit.loading.fetch_threads import FetchThreads
 from datakit.loading.making_thread import end_with_program, in_background
+from datakit.order.batch_sizes import BatchSizes
 from datakit.order.blend import Blend
 from datakit.shards.cached_shards import Block, CachedShards
 from threefold.errors import UserError
@@ -58,15 +59,15 @@ class ReadAhead:
     """Owned by a Loader, which says which step it makes; its daemon threads end with `close`, or the program."""
 
     def __init__(
-        self, blend: Blend, samples_of: Callable[[int], Int64s], begin: int, stride: int, *,
+        self, blend: Blend, samples_of: Callable[[int], Int64s], begin: int, sizes: BatchSizes, every: int = 1, *,
         max_steps: int = MAX_STEPS, max_together: int = MAX_TOGETHER,
     ) -> None:  # fmt: skip
-        """Begin to read ahead at the step of sample `begin`; from a step to the next are `stride` samples.
+        """Begin to read ahead at the step of sample `begin`; steps are of such sizes, and `every` so many is read.
 
         `samples_of(first)` are the samples of the step that begins at sample `first`. At most `max_steps` are planned,
         `max_together` of them at once.
         """
-        self._blend, self._samples_of, self._begin, self.stride = blend, samples_of, begin, stride
+        self._blend, self._samples_of, self._begin, self._sizes, self.every = blend, samples_of, begin, sizes, every
         self._caches, self._max_steps, self._max_together = blend.caches, max_steps, max_together
         self._changed = threading.Condition()
         self._awaited: Callable[[], bool] = lambda: False  # by the thread that plans
@@ -94,8 +95,12 @@ class ReadAhead:
 
     def number(self, first: int) -> int | None:
         """Return which step begins at a sample, None if none does that is not over."""
-        number, rest = divmod(first - self._begin, self.stride)
-        return None if rest or number < self._num_over else number
+        number, rest = divmod(self._sizes.steps_before(self._begin, first), self.every)
+        return None if rest or number < self._num_over or self._first(number) != first else number
+
+    def _first(self, number: int) -> int:
+        """Return the sample at which a step begins."""
+        return self._sizes.samples_after(self._begin, number * self.every)
 
     def begin(self, number: int, num_kept: int) -> None:
         """Say that a step is about to be made, and let go what only steps before it needed, but for the last few."""
@@ -174,11 +179,11 @@ class ReadAhead:
         """
         cut, ahead_bytes, asked = deque[tuple[CutRows | None, int]](), 0, set[tuple[int, int]]()
         most_bytes, num_yielded = min(OPENED_BYTES, self._most_bytes), 0
-        for first in itertools.count(self._begin, self.stride):
+        for first, after in pairwise(map(self._first, itertools.count())):
             samples, rows, num_bytes = self._samples_of(first).ravel(), None, most_bytes
             with suppress(UserError):
                 rows = self._blend.cut(samples)
-                num_bytes = rows.num_bytes * self.stride // len(samples)  # with those of other ranks
+                num_bytes = rows.num_bytes * (after - first) // len(samples)  # with those of other ranks
             for shard in self._remote_shards(rows) - asked:
                 asked.add(shard)
                 self._threads.want(partial(self._open_shard, *shard))

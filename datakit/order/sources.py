@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from datakit.format.shard import Int64s
+from datakit.order.batch_sizes import BatchSizes
 from datakit.order.mixture import Segment, check_weights
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError
@@ -87,12 +88,14 @@ class Sources:
         """Return the tokens of a sample's row."""
         return self.lengths[bisect_right(self.begins, sample) - 1]
 
-    def check_steps(self, first: int, num_samples: int) -> None:
-        """Raise UserError if one of the steps of so many samples from sample `first` on has rows of two lengths."""
+    def check_steps(self, first: int, sizes: BatchSizes) -> None:
+        """Raise UserError if one of the steps of such sizes from sample `first` on has rows of two lengths."""
         for begin, length in zip(self.begins, self.lengths):
-            rest = (begin - first) % num_samples
-            if begin > first and rest:
-                step, after = begin - rest, begin - rest + num_samples
+            if begin <= first:
+                continue
+            number = sizes.steps_before(first, begin)
+            step, after = (sizes.samples_after(first, count) for count in (number, number + 1))
+            if begin != step:
                 raise UserError(
                     f"rows have {length} tokens from sample {begin} on, in the middle of the step of samples {step} to "
                     f"{after - 1}: a step has rows of one length",

@@ -109,6 +109,15 @@ with Loader(blend, micro_batch_size=4, num_microbatches=2, dp_rank=0, dp_size=1)
     batch = loader.next_step()  # tokens, labels, positions, loss_mask: [2, 4, 64] each
     print(batch.tokens.shape, loader.cursor)
 
+# %% BatchSizes
+from datakit import BatchSizes
+
+sizes = BatchSizes(16, rampup=(8, 4, 100))  # as Megatron-LM's --rampup-batch-size 8 4 100
+assert [sizes.at(sample) for sample in (0, 49, 50, 100, 101)] == [8, 8, 12, 16, 16]
+with Loader(blend, 4, sizes) as growing:
+    assert growing.shape == (2, 4, 64)
+print(sizes.samples_after(0, 1_000), "samples in 1,000 steps")
+
 # %% Cursor
 from datakit import Cursor
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datakit import Blend, Cursor, Loader, Recipe, TokenStore, blame, preprocess
+from datakit import BatchSizes, Blend, Cursor, Loader, Recipe, RunStream, TokenStore, blame, preprocess
 from tests.datakit.conftest import Cli, write_jsonl
 
 Capture = pytest.CaptureFixture[str]
@@ -273,3 +273,28 @@ def test_bad_input_is_one_error(
 def test_another_tokenizer_is_refused(folder: Path, rank_path: Path, cli: Cli, capsys: Capture) -> None:
     assert cli("blame", folder / "run.toml", "--step", 1, "--tokenizer", rank_path) == 2
     assert "was made with" in capsys.readouterr().err
+
+
+def test_verbs_know_the_steps_of_a_batch_that_grows(folder: Path, blend: Blend, cli: Cli, capsys: Capture) -> None:
+    """Of 2 samples up to sample 10, 4 up to sample 20, then 6; sample 10 is the first of step 6."""
+    ramp = ("--rampup-batch-size", 2, 2, 20)
+    report = asked(cli, capsys, "blame", folder / "run.toml", "--step", 6, *ramp)
+    assert [sample["sample"] for sample in report["samples"]] == [10, 11, 12, 13]
+    place = f"{report['samples'][0]['store']}:{report['samples'][0]['documents'][0]['document']}"
+    found = asked(cli, capsys, "where", folder / "run.toml", "--document", place, *ramp)["reads"]
+    assert (6, 10) in {(read["step"], read["sample"]) for read in found}
+    last = BatchSizes(6, (2, 2, 20)).samples_after(0, 30)
+    assert asked(cli, capsys, "blend", folder / "run.toml", *ramp)["num_samples"] == last
+    assert cli("blend", folder / "run.toml", *ramp) == 0
+    assert "30 steps of 2 to 6 samples" in capsys.readouterr().out
+    assert cli("blend", folder / "run.toml", "--rampup-batch-size", 2, 3, 20) == 2
+    assert "INCR 3 lead from START 2 past 6: 1, 2, 4 do not" in capsys.readouterr().err
+    assert cli("blend", folder / "run.toml", "--rampup-batch-size", 2, 2) == 2
+    assert "--rampup-batch-size START INCR SAMPLES: each needs a value" in capsys.readouterr().err
+
+
+def test_a_mixture_begins_at_the_sample_of_its_step(folder: Path) -> None:
+    text = (folder / "run.toml").read_text() + "rampup_batch_size = [2, 2, 20]\n"
+    later = f"[[data.mixture]]\nfrom_step = 6\nweights = {{ '{folder / 'a'}' = 0.5 }}\n"
+    (folder / "ramp.toml").write_text(text + later)
+    assert [segment.from_sample for segment in RunStream.read(str(folder / "ramp.toml")).open().segments] == [0, 10]

@@ -210,3 +210,30 @@ def test_a_file_that_is_missing_or_not_toml_has_a_sample_in_the_hint(tmp_path: P
         read_toml(str(tmp_path / "bad"), sample="a.toml")
     with pytest.raises(UserError, match=f"^cannot read {tmp_path} as TOML: Is a directory\n"):
         read_toml(str(tmp_path), sample="a.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A table with an option of two words."""
+
+    sizes: tuple[int, ...] = option((), "how large", flags=["--s"], metavar=("FIRST", "LAST"))
+
+
+@pytest.mark.parametrize("words", [["--s", "3", "4"], ["--s=3,4"], ["--s", "3 4"], ["--sizes", "3,4"]])
+def test_an_option_of_several_words_takes_them_in_one_text_too(words: list[str]) -> None:
+    parser = Parser(prog="tool")
+    parser.add_argument("config")
+    add_settings(parser, Grown)
+    parser.reword(None)
+    read = parser.parse_args([*words, "run.toml"])
+    assert (read.config, walk(Grown, merge({}, settings_of(read)), [])) == ("run.toml", Grown((3, 4)))
+
+
+@pytest.mark.parametrize("words", [["--s", "3"], ["--sizes=3,4,5"], ["--s", "3", "--sizes", "4", "5"], ["--s"]])
+def test_an_option_of_several_words_needs_each(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="tool")
+    add_settings(parser, Grown)
+    parser.reword(None)
+    with pytest.raises(SystemExit):
+        parser.parse_args(words)
+    assert " FIRST LAST: each needs a value" in capsys.readouterr().err

@@ -105,6 +105,8 @@ def value_of(action: argparse.Action) -> str:
         return ""
     if action.choices and not action.metavar:
         return "|".join(map(str, action.choices))
+    if isinstance(action.metavar, tuple):
+        return " ".join(action.metavar)
     shown = action.metavar or action.dest.upper().replace("_", "-")
     return str(shown) + ("..." if action.nargs in ("+", "*") else "")
 

@@ -32,6 +32,7 @@ def run(options: Options) -> int:
     kind, group and reason. The step's own code runs on tensors that have only shapes: no GPU, no store and no memory
     are needed. Bytes are those of the tensors that a rank hands to each call."""
     from threefold.page import write_page
+    from trainer.config.ramp import planned_size
     from trainer.config.resolve import layout_of
     from trainer.plan.explained import explained, page, with_known_vocabulary
     from trainer.verify.source import open_run_or_file
@@ -44,8 +45,8 @@ def run(options: Options) -> int:
     flags = {**options.flags, **of_layout(options.layout, options.flags)}
     source = open_run_or_file(options.config, flags, megatron=options.from_megatron)
     config, assumed = with_known_vocabulary(source.config)
-    if assumed:
-        log(assumed)
+    for line in filter(None, (assumed, planned_size(config.train))):
+        log(line)
     known = explained(config, source.name, options.rank)
     if options.json != "-":
         log(f"{source.name} as {layout_of(config)}, on {known['world_size']} rank{'s' * (known['world_size'] > 1)}")

@@ -49,6 +49,7 @@ def run(options: Options) -> int:
     """Print the best layout with its memory and the time of its step by part, and what the next ones lose by. Times
     are of a calibration, or of data sheets, which no program reaches: these compare layouts. Needs no GPU and no
     store. Exit code 1 if no layout fits."""
+    from trainer.config.ramp import planned_size
     from trainer.plan.explained import with_known_vocabulary
     from trainer.plan.search import best_plans, fixed_plan
     from trainer.plan.written import write_config
@@ -64,8 +65,8 @@ def run(options: Options) -> int:
     rates = rates_of(options)
     source = open_run_or_file(options.config, options.flags, megatron=options.from_megatron)
     config, assumed = with_known_vocabulary(source.config)
-    if assumed:
-        log(assumed)
+    for line in filter(None, (assumed, planned_size(config.train))):
+        log(line)
     if options.scale:
         return scale(options, config, rates)
     if options.fixed:

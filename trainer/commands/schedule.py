@@ -41,6 +41,7 @@ def run(options: Options) -> int:
     """Simulate a step and print a row of cells a rank: passes of micro-batches, dots while a rank waits. Below are the
     length of the step, the share of the ranks' time in which they wait, and the most micro-batches live at once."""
     from threefold.plot import require_plot, write_png
+    from trainer.config.ramp import planned_size
     from trainer.pipeline.draw import draw, figure
     from trainer.pipeline.schedules import SCHEDULES, with_transfers
     from trainer.pipeline.simulate import simulate
@@ -56,6 +57,8 @@ def run(options: Options) -> int:
     else:
         num_microbatches = options.microbatches or config.train.gradient_accumulation_steps
         name, sizes = config.parallel.schedule, (config.parallel.pp, num_microbatches, config.parallel.virtual_stages)
+        if not options.microbatches and (line := planned_size(config.train)):
+            log(line)
     schedule = SCHEDULES[name](*sizes)
     rows = with_transfers(schedule, None if options.receive_ahead else 0)
     timeline = simulate(rows, cost_of(options, config, schedule))

@@ -12,6 +12,7 @@ from trainer.config.eight_bits import fp8_faults
 from trainer.config.graphs import graph_faults
 from trainer.config.ops import op_faults
 from trainer.config.profile import profile_faults
+from trainer.config.ramp import ramp_faults
 from trainer.config.resolve import (
     cuts_tokens,
     gathers_keys,
@@ -228,6 +229,10 @@ def layout_faults(config: Config, world_size: int) -> Iterator[Fault]:
         count = batch // (micro * dp_size)
         text += f"(micro_batch_size {micro} * dp {dp_size}) = {count}: --gradient-accumulation-steps {count}"
         yield {*fields, "train.gradient_accumulation_steps"}, text
+    elif faults := list(train.faults("train")):
+        yield from faults
+    else:
+        yield from ramp_faults(train, dp_size)
 
 
 def shard_faults(config: Config, world_size: int) -> Iterator[Fault]:

@@ -27,6 +27,10 @@ def graph_faults(config: Config) -> Iterator[Fault]:
             "has rows of several lengths, or documents that attention does not cross, and a graph is of one kind",
             len(set(row_lengths(config))) > 1 or any(each.mask_documents for each in data.mixture),
         ),
+        "train.rampup_batch_size": (
+            "changes the number of micro-batches, and a graph is of one",
+            bool(config.train.rampup_batch_size),
+        ),
         "optim.offload": ("loads states beside the passes, which no graph has", config.optim.offload),
         "fp8.stats_interval": ("counts values in some steps alone", config.fp8.stats_interval > 0),
         "profile.nvtx": ("marks passes and layers, of which a graph has no ranges", config.profile.nvtx),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from ckptkit import ParallelLayout, Retention, Tiers, parse_tiers
+from datakit import BatchSizes
 from trainer.config import Config, ModelConfig
 from trainer.config.checkpoint import SAVE_INTERVAL_S
 
@@ -93,6 +94,11 @@ def layers_by_hand(pipeline_layout: str) -> list[int]:
     ValueError if it is neither of them.
     """
     return [] if pipeline_layout in ("even", "cost") else [int(number) for number in pipeline_layout.split(",")]
+
+
+def batch_sizes(config: Config) -> BatchSizes:
+    """Return how many samples steps have: of a batch that grows, what they have where the run is."""
+    return config.train.sizes(config.data.start_sample)
 
 
 def row_lengths(config: Config) -> list[int]:

@@ -35,8 +35,11 @@ def scaling(config: Config, num_gpus: int, most: int, rates: Rates, batch: Batch
     """Yield points of `num_gpus`, of twice as many and so on, and of `most`; a batch that is grown grows as they do."""
     volumes, first = VolumeTable(), config.train.global_batch_size
     for number in [*takewhile(lambda number: number < most, (num_gpus << place for place in count())), most]:
-        size = first * number // num_gpus if batch == "grown" else first
-        run = replace(config, train=replace(config.train, global_batch_size=size))
+        size, ramp = first, config.train.rampup_batch_size
+        if batch == "grown":
+            size, *grown = (samples * number // num_gpus for samples in (first, *ramp))
+            ramp = tuple(grown)
+        run = replace(config, train=replace(config.train, global_batch_size=size, rampup_batch_size=ramp))
         try:
             best = best_plans(run, number, rates, "time", volumes)[0]
             reason = "" if best.fits else f"does not fit into {rates.capacity / 1e9:g} GB"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config.check import cross_faults
-from trainer.config.resolve import longest_row, resolve
+from trainer.config.resolve import batch_sizes, longest_row, resolve
 from trainer.engine import DTYPES
 from trainer.model.flops import active_size, count_parameters, token_flops
 from trainer.model.recompute import Recompute
@@ -220,11 +220,15 @@ def nothing_planned(config: Config, num_gpus: int, rates: Rates, possible: list[
     by_size = sorted(possible, key=lambda one: one.state)
     smallest = next((one for one in by_size if without_fault(config, one, num_gpus) is not None), None)
     if smallest is None:
-        batch = config.train.global_batch_size
+        batch, sizes = config.train.global_batch_size, batch_sizes(config)
         text = (
-            f"no layout of {gpus_text(num_gpus)} has a whole micro-batch on each rank of dp, of {batch} samples a step"
+            f"no layout of {gpus_text(num_gpus)} has a whole micro-batch on each rank of dp, of {sizes} samples a step"
         )
-        return UserError(text, hint=f"--global-batch-size {math.lcm(batch, num_gpus)}")
+        way = f"--global-batch-size {math.lcm(batch, num_gpus)}"
+        if sizes.rampup:
+            way = f"--global-batch-size {math.lcm(batch, 2 * num_gpus)} --rampup-batch-size {num_gpus} {num_gpus} "
+            way += str(sizes.rampup[2])
+        return UserError(text, hint=way)
     size = f"{smallest.state / 1e9:.1f} GB"
     text = f"weights and their states take {size} a rank on {gpus_text(num_gpus)}, which is too much"
     more = num_gpus * 2 ** math.ceil(math.log2(smallest.state / rates.capacity) + 1)

@@ -83,6 +83,10 @@ def of_layers(config: Config, number: int) -> Config:
         reshard_after_forward="auto",
     )
     train = replace(
-        train, global_batch_size=dp * train.micro_batch_size, gradient_accumulation_steps=1, recompute_num_layers=0
+        train,
+        global_batch_size=dp * train.micro_batch_size,
+        rampup_batch_size=(),
+        gradient_accumulation_steps=1,
+        recompute_num_layers=0,
     )
     return replace(config, model=model, parallel=parallel, train=train)

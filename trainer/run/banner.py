@@ -10,7 +10,15 @@ from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config, TrainConfig
 from trainer.config.eight_bits import eight_bit_names, left_weights
-from trainer.config.resolve import cuts_tokens, has_experts, layer_windows, layout_of, longest_row, row_lengths
+from trainer.config.resolve import (
+    batch_sizes,
+    cuts_tokens,
+    has_experts,
+    layer_windows,
+    layout_of,
+    longest_row,
+    row_lengths,
+)
 from trainer.engine import DTYPES
 from trainer.model.flops import count_parameters
 from trainer.model.stages import stage_ranges
@@ -29,7 +37,6 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
     heads = f"{model.num_heads} heads"
     if model.num_kv_heads != model.num_heads:
         heads += f" ({model.num_kv_heads} of keys and values)"
-    num_tokens, later = train.global_batch_size * train.seq_length, row_lengths(config)[1:]
     stored = {store.place: store.num_tokens for store in blend.stores}  # one for each length of its rows
     num_ranks = layout_of(config).world_size
     pp = f"{parallel.pp} of {parallel.virtual_stages} stages" if parallel.virtual_stages > 1 else f"{parallel.pp}"
@@ -55,16 +62,8 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
             f"tp {parallel.tp}{cp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
             f"{zero_text(config)}{tokens_cut}",
         ),
-        (
-            "step",
-            f"{train.global_batch_size} samples of {train.seq_length} = {num_tokens:,} tokens; "
-            f"{train.train_steps:,} steps"
-            + (
-                f", later with rows of {', '.join(map(str, later))}"
-                if later
-                else f" = {num_tokens * train.train_steps:,} tokens"
-            ),
-        ),
+        ("step", step_text(config)),
+        *(("ramp", text) for text in ramp_text(config)),
         ("data", f"{sum(stored.values()):,} tokens in {', '.join(stored)}"),
         *(("fetched", line) for line in blend.notes),
         ("device", f"{device_name(device)}, {train.precision}"),
@@ -77,6 +76,25 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         *(("offload", text) for text in offload_text(config, device)),
     ]
     return facts + kept(tiers, config.checkpoint)
+
+
+def step_text(config: Config) -> str:
+    """Return what steps read, and all of them together where their rows keep one length."""
+    train, sizes, later = config.train, batch_sizes(config), row_lengths(config)[1:]
+    tokens = " to ".join(f"{size * train.seq_length:,}" for size in sorted({sizes.sizes[0], sizes.final}))
+    text = f"{sizes} samples of {train.seq_length} = {tokens} tokens; {train.train_steps:,} steps"
+    if later:
+        return f"{text}, later with rows of {', '.join(map(str, later))}"
+    return f"{text} = {sizes.samples_after(0, train.train_steps) * train.seq_length:,} tokens"
+
+
+def ramp_text(config: Config) -> Iterator[str]:
+    """Yield from which step on the batch has grown, if it grows: of a run that keeps its settings."""
+    sizes, rank_samples = batch_sizes(config), config.train.micro_batch_size * config.parallel.dp
+    if sizes.rampup:
+        step = sizes.first_of_final + 1
+        numbers = f"{sizes.sizes[0] // rank_samples} to {sizes.final // rank_samples} micro-batches of a rank"
+        yield f"{numbers}, {sizes.final:,} samples from step {step:,} on, which take the most memory"
 
 
 def zero_text(config: Config) -> str:

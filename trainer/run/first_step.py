@@ -19,10 +19,18 @@ class FirstStep:
     micro-batch, by those before it.
     """
 
-    def __init__(self, engine: Engine, *, flops: float, say: Callable[[str], None], slow_s: float = SLOW_S) -> None:
-        """Wait for the step, whose arithmetic on this rank is `flops`."""
+    def __init__(
+        self,
+        engine: Engine,
+        num_microbatches: int,
+        *,
+        flops: float,
+        say: Callable[[str], None],
+        slow_s: float = SLOW_S,
+    ) -> None:
+        """Wait for the step of so many micro-batches, whose arithmetic on this rank is `flops`."""
         self._engine, self._flops, self._say, self._slow_s = engine, flops, say, slow_s
-        self._num_microbatches = engine.config.train.gradient_accumulation_steps
+        self._num_microbatches = num_microbatches
         self._num_passes = self._num_microbatches * engine.mesh.layout.virtual
         self._num_passed, self._began_s = 0, 0.0
         self._is_over = engine.mesh.device.type != "cpu" or engine.mesh.rank != 0

@@ -47,7 +47,8 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
         tables["model"] = {**own.get("model", {}), **tables.get("model", {})}
     tables = {name: table for name, table in tables.items() if name not in OTHER_TABLES}
     if isinstance(tables.get("train"), dict):  # what depends on the tables left out
-        tables["train"] = {**tables["train"], "gradient_accumulation_steps": 0, "eval_interval": 0}
+        of_steps = {"gradient_accumulation_steps": 0, "rampup_batch_size": (), "eval_interval": 0}
+        tables["train"] = {**tables["train"], **of_steps}
     flags = {name: flag for name, flag in overrides.items() if not name.startswith(("checkpoint.", "log."))}
     source = config_path or f"the configuration in step {step} of {run.storage.url}"
     given = None if config_path else ()

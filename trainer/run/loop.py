@@ -16,6 +16,7 @@ from trainer.checkpoint.progress import Validation
 from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
 from trainer.config import Config
+from trainer.config.resolve import batch_sizes
 from trainer.data import StepReader, open_blend, open_loader, token_fault, with_vocabulary
 from trainer.engine import Engine
 from trainer.job.failure import code_of_rank
@@ -44,6 +45,7 @@ from trainer.run.start_times import StartTimes
 from trainer.run.started import Intake, Started, memory_share, peak_memory_gib
 from trainer.run.step_report import StepReport
 from trainer.run.stop import OUT_OF_TIME, StopRequest, cause_of, exit_code
+from trainer.run.stream_events import StreamEvents
 from trainer.verdict import Outcome, StepStats
 
 
@@ -121,12 +123,12 @@ class Run:
         self._evaluation: Evaluations | None = None
         if config.train.eval_interval:
             self._evaluation = ranks.on_all(lambda: Evaluations(config, self.engine, self.mesh, ranks.say))
-        self._seq_length = blend.sources.seq_length_at(max(self._loader.cursor.num_samples - 1, 0))
+        self._events = StreamEvents(self._loader, batch_sizes(config), self._log)
         self._peak = known_peak(ranks.device, config.train.peak_tflops, ranks.say)
-        step_tokens = config.train.global_batch_size * self._seq_length
-        first_flops = flops.of_rows(self._seq_length).standard * step_tokens / ranks.world_size
-        self._first_step = FirstStep(self.engine, flops=first_flops, say=ranks.say)
-        self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
+        num_microbatches, _, length = self._loader.shape
+        first_flops = flops.of_rows(length).standard * self._loader.global_batch_size * length / ranks.world_size
+        self._first_step = FirstStep(self.engine, num_microbatches, flops=first_flops, say=ranks.say)
+        self._blend = blend
         self._profiler = Profiler(config, ranks, self.engine, self.progress.step)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
         self._gpu = Gpu(ranks.device)
@@ -144,7 +146,7 @@ class Run:
     @property
     def _is_complete(self) -> bool:
         last_epoch = self.config.data.max_epochs
-        is_last_epoch = last_epoch > 0 and max(self._epochs) >= last_epoch
+        is_last_epoch = last_epoch > 0 and max(self._events.epochs) >= last_epoch
         return self.progress.step >= self.config.train.train_steps or is_last_epoch
 
     def next_step(self) -> None:
@@ -174,12 +176,12 @@ class Run:
         if earlier is not None:  # whatever that raises, the state is that of the step that is started
             self._report_step(earlier)
         if self._started is not None:
-            self._announce_length(taken.length)
+            self._events.begin_step(number, taken)
         if not self._reads_late or self._is_complete:
             self._report()
         if self.progress.step != number:  # a void step is taken once more
             return
-        self._announce_epochs(taken.epochs or self._epochs)
+        self._events.end_step(number, taken)
         is_due = self.config.train.eval_interval and self.progress.step % self.config.train.eval_interval == 0
         evaluates = self._evaluation is not None and (is_due or self._is_complete)
         saves = self._saver.should_save(self.progress.step)
@@ -319,21 +321,6 @@ class Run:
             before, after = (each.get(op, form) for each in (recorded, names))
             if before != after and before and after:
                 self.ranks.say(f"not bit for bit as it was: {op} {before} -> {after}")
-
-    def _announce_length(self, length: int) -> None:
-        step = self.progress.step
-        if length != self._seq_length:
-            self._log.event("seq_length", step, seq_length=length)
-            self._log.say(f"step {step}: rows of {length} tokens, was {self._seq_length}; new epochs of all stores")
-            self._seq_length = length
-
-    def _announce_epochs(self, epochs: tuple[int, ...]) -> None:
-        step = self.progress.step
-        for store, before, after in zip(self._blend.stores, self._epochs, epochs, strict=True):
-            if after > before:
-                self._log.event("epoch", step, store=store.place, epochs=after)
-                self._log.say(f"step {step}: epoch {after} of {store.place} is read")
-        self._epochs = epochs
 
     def _evaluate(self) -> None:
         assert self._evaluation is not None, "called only if an evaluation is due"

@@ -7,7 +7,7 @@ from datakit import unread_lines
 from threefold.console import log, print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
-from trainer.config.resolve import layout_of, tiers_of
+from trainer.config.resolve import batch_sizes, layout_of, tiers_of
 from trainer.data import open_blend, with_vocabulary
 from trainer.model.stages import stage_flops, stage_ranges
 from trainer.model.table import parameter_table
@@ -59,13 +59,20 @@ def print_plan(config: Config, device_bytes: int = 0) -> int:
 
 def bubble(config: Config) -> str:
     """Return the share of a step in which ranks wait under the run's schedule, by the arithmetic of its stages."""
-    parallel, num_microbatches = config.parallel, config.train.gradient_accumulation_steps
-    schedule = SCHEDULES[parallel.schedule](parallel.pp, num_microbatches, parallel.virtual_stages)
+    parallel, train = config.parallel, config.train
     table, num_stages = parameter_table(config), layout_of(config).num_stages
-    cost = costs(schedule, work=stage_flops(config, table, num_stages))
-    shares = [simulate(with_transfers(schedule), each).bubble_share for each in (cost, None)]
-    sizes = " + ".join(str(len(layers)) for layers in stage_ranges(config, table, num_stages))
+    work, sizes = stage_flops(config, table, num_stages), batch_sizes(config)
+
+    def shares(num_microbatches: int) -> tuple[float, float]:
+        schedule = SCHEDULES[parallel.schedule](parallel.pp, num_microbatches, parallel.virtual_stages)
+        cost, rows = costs(schedule, work=work), with_transfers(schedule)
+        return simulate(rows, cost).bubble_share, simulate(rows).bubble_share
+
+    by_work, if_equal = shares(train.gradient_accumulation_steps)
+    layers = " + ".join(str(len(layers)) for layers in stage_ranges(config, table, num_stages))
+    smallest = sizes.sizes[0] // (train.micro_batch_size * parallel.dp)
+    at_first = f" ({shares(smallest)[0]:.1%} with the {smallest} micro-batches of the first steps)" * bool(sizes.rampup)
     return (
-        f"{shares[0]:.1%} of a step by the arithmetic of {sizes} layers and the head, {shares[1]:.1%} if all stages "
-        "took as long: trainer schedule CONFIG.toml draws it"
+        f"{by_work:.1%} of a step{at_first} by the arithmetic of {layers} layers and the head, {if_equal:.1%} if all "
+        "stages took as long: trainer schedule CONFIG.toml draws it"
     )

@@ -5,7 +5,6 @@ another precision may not change. One that is not made, for want of time or of t
 called sound.
 """
 
-import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,6 @@ from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Literal
 
-import numpy as np
 import torch
 
 from ckptkit import CheckpointReader, ParallelLayout, Root, Run, hash_checkpoint, reshard
@@ -40,6 +38,7 @@ from trainer.verify.difference import Different
 from trainer.verify.host_waits import watching_tensors
 from trainer.verify.initial import compare_initial
 from trainer.verify.result import Figure, NotNeeded, NotRun, Result, State
+from trainer.verify.samples_read import samples
 from trainer.verify.shrink import forms_of_cpu, shrunk
 from trainer.verify.trial import SavedStep, Stream, first_weights, read_stream, try_steps, with_stores
 
@@ -80,23 +79,6 @@ def plain(bench: Bench) -> Figure:
     whole, state = reference.whole(), determined(bench.alone, state)
     compare_tensors({name: whole[name] for name in state}, {name: value.detach() for name, value in state.items()})
     return Figure(f"{largest:.1e}", f"{LOSSES_WITHIN:.0e} relative")
-
-
-def samples(bench: Bench) -> Figure:
-    """Compare the samples that the data-parallel ranks read in each step with those that one process reads."""
-    number = 0
-    whole = bench.whole_stream.batches[0]
-    for step, expected in enumerate(whole):
-        rows = [batches[step] for batches in bench.stream.batches]
-        for name in ("tokens", "labels", "positions", "loss_mask"):
-            parts = np.stack([getattr(each, name) for each in rows], axis=1)  # [micro-batches, ranks, rows, tokens]
-            own = parts.reshape(getattr(expected, name).shape)
-            differs = (own != getattr(expected, name)).any(-1).flatten()
-            if differs.any():
-                first = number + int(differs.argmax())
-                raise Different(f"{name} of sample {first} of step {step + 1} are others than those of one process")
-        number += math.prod(expected.shape[:2])
-    return Figure(f"{number} samples", "equal")
 
 
 def collectives(bench: Bench) -> Figure:

@@ -222,12 +222,14 @@ def _rows(config: Config, small: Config, unit: int) -> tuple[TrainConfig, DataCo
     seq_length = rows(train.seq_length, max(ROW, after.cp * after.tp // micro))
     scale = seq_length / train.seq_length
     number, pp = train.global_batch_size // (train.micro_batch_size * before.dp), after.pp
-    few = min(number, 2 * pp if pp > 1 else 3)
+    few, unit_samples = min(number, 2 * pp if pp > 1 else 3), micro * after.dp
     small_train = replace(
         train,
         seq_length=seq_length,
         micro_batch_size=micro,
-        global_batch_size=micro * few * after.dp,
+        global_batch_size=few * unit_samples,
+        # of two steps of one micro-batch a rank, and then one step or more of each other number
+        rampup_batch_size=(unit_samples, unit_samples, 2 * (few - 1) * unit_samples) if train.rampup_batch_size else (),
         gradient_accumulation_steps=0,
         train_steps=STEPS,
         precision="fp64",

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datakit import Blend, RemoteStore, write_store
+from datakit import BatchSizes, Blend, RemoteStore, write_store
 from datakit.format.shard import Int64s
 from datakit.loading.read_ahead import MAPPED_STEPS, ReadAhead
 from datakit.shards.cached_shards import Block, CachedShards
@@ -35,7 +35,7 @@ def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pyt
         with ahead._changed:  # until its blocks are needed too
             pass
 
-    ahead = ReadAhead(blend, lambda first: np.array([first]), 0, 1, max_steps=NUM_STEPS, max_together=1)
+    ahead = ReadAhead(blend, lambda first: np.array([first]), 0, BatchSizes(1), max_steps=NUM_STEPS, max_together=1)
     try:
         wait_for(NUM_STEPS - 1)
         assert set[str]().union(*map(blocks_of, range(NUM_STEPS))) <= remote.cache.needed
@@ -77,7 +77,7 @@ def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, m
     monkeypatch.setattr(CachedShards, "fetch_run", fetched)
     monkeypatch.setattr(CachedShards, "_open_tokens", opened_too)
     num_steps = int(blend.rows[0]) // 2
-    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 2), 0, 2)
+    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 2), 0, BatchSizes(2))
     try:
         wait_until(lambda: ahead.rows(2 * num_steps - 2) is not None and is_idle(ahead))
     finally:
@@ -102,7 +102,7 @@ def test_tiny_steps_are_planned_at_once(tmp_path: Path) -> None:
             goes_on.wait(30)
         return np.array([first])
 
-    ahead = ReadAhead(Blend([(remote, 1.0)], seq_length=8, seed=1), samples_of, 0, 1)
+    ahead = ReadAhead(Blend([(remote, 1.0)], seq_length=8, seed=1), samples_of, 0, BatchSizes(1))
     try:
         wait_until(lambda: ahead.rows(10) is not None)
     finally:
@@ -125,7 +125,8 @@ def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkey
         _, starts, stops = blend.cut(np.arange(4 * step, 4 * step + 4)).ranges().T
         return {(0, block) for block in opened.blocks(0, starts, stops)} <= {*opened._mapped_blocks._values}
 
-    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 4), 0, 4, max_steps=NUM_STEPS, max_together=1)
+    steps = BatchSizes(4)
+    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 4), 0, steps, max_steps=NUM_STEPS, max_together=1)
     try:
         for step in range(100):
             ahead.begin(step, 0)
@@ -145,7 +146,7 @@ def test_a_stretch_is_read_ahead_whole_if_the_cache_has_room(tmp_path: Path, cac
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=cache_mib)
     blend = Blend([(remote, 1.0)], seq_length=16, seed=1, block_tokens=1 << 20)
     first = next(number for number in range(10_000) if blend.cut([number]).starts[0] < 1 << 19)
-    ahead = ReadAhead(blend, lambda first: np.array([first]), first, 1)
+    ahead = ReadAhead(blend, lambda first: np.array([first]), first, BatchSizes(1))
     try:
         wait_until(lambda: ahead.rows(first) is not None)
         size = sum(part.size_bytes for part in ahead._parts_of(blend.cut([first]), {}).values())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datakit import Blend, HostBatch, Loader, RemoteStore, TokenStore, write_store
+from datakit import BatchSizes, Blend, HostBatch, Loader, RemoteStore, TokenStore, write_store
 from datakit.loading import read_ahead
 from datakit.loading.loader import MOST_REMOTE_STEPS_AHEAD, REMOTE_STEPS_AHEAD
 from datakit.loading.read_ahead import ReadAhead
@@ -104,7 +104,7 @@ def test_requests_for_what_is_read_much_later_leave_room_for_others(
             num_now -= 1
 
     monkeypatch.setattr(CachedShards, "fetch_run", counted)
-    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 16), 0, 16, max_together=1)
+    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 16), 0, BatchSizes(16), max_together=1)
     try:
         wait_until(lambda: ahead._ahead_bytes > 0.9 * ahead._most_bytes)
         wait_until(lambda: len(under_way) == read_ahead.NUM_THREADS)
@@ -149,3 +149,15 @@ def test_a_first_step_imports_no_masked_arrays(store: TokenStore, tmp_path: Path
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_steps_of_a_batch_that_grows_are_read_ahead(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store", [range(200)] * 40, vocab_size=300)
+    sizes, local = BatchSizes(16, (4, 4, 40)), Blend([(store, 1.0)], seq_length=16)
+    with Loader(remote_blend(store, tmp_path), 4, sizes) as loader, Loader(local, 4, sizes) as expected:
+        for _ in range(12):
+            assert (loader.next_step().tokens == expected.next_step().tokens).all()
+        reading = loader._reading
+        assert reading is not None
+        first = sizes.samples_after(0, 40)
+        assert (reading.number(first), reading.number(first + 4)) == (40, None)

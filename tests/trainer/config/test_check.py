@@ -81,6 +81,8 @@ def another(leaf: Leaf, value: Any) -> Any:
         return (MixtureConfig(from_sample=5, skip=((6, 7),)),)
     if leaf.name == "data.valid_sets":
         return (tables.ValidSetConfig(name="other", stores=("other",)),)
+    if leaf.name == "train.rampup_batch_size":
+        return (8, 4, 24)
     return (*value, "other") if leaf.kind == tuple[str, ...] else flipped(leaf, value)
 
 

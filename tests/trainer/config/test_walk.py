@@ -273,9 +273,9 @@ def test_flags_win_over_the_file_and_aliases_are_the_same_field(tmp_path: Path) 
 def test_every_field_has_a_flag_and_help() -> None:
     for leaf in leaves(Config):
         assert leaf.option.help, leaf.name
-        text = {int: "1", float: "0.5", str: "x", bool: "true"}.get(leaf.annotation, "1")
-        arguments = build_parser().parse_args(["train", "run.toml", leaf.flag, text])
-        assert settings_of(arguments) == {leaf.name: FlagText(text, leaf.flag)}
+        words = ["true" if leaf.kind is bool else "1"] * (len(m) if isinstance(m := leaf.option.metavar, tuple) else 1)
+        settings = settings_of(build_parser().parse_args(["train", "run.toml", leaf.flag, *words]))
+        assert settings == {leaf.name: FlagText(words[0], leaf.flag, tuple(words[1:]))}
 
 
 def test_an_unknown_flag_comes_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

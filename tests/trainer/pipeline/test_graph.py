@@ -92,6 +92,10 @@ def test_other_rows_are_recorded_again() -> None:
         ({"parallel": {"grad_reduce": "int8"}}, "parallel.grad_reduce rounds by the number of a step"),
         ({"data": {"document_mask": True}}, "data.document_mask has other bounds in each step"),
         ({"data": {"packing": "pad"}}, "data.packing puts documents in rows"),
+        (
+            {"train": {"cuda_graphs": True, "device": "auto", "global_batch_size": 4, "rampup_batch_size": (2, 2, 9)}},
+            "train.rampup_batch_size changes the number of micro-batches",
+        ),
         ({"profile": {"nvtx": True}}, "profile.nvtx marks passes and layers"),
     ],
 )

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from datakit import BatchSizes
 from threefold.flags import Settings
 from threefold.options import Fault, FlagText, merge, walk
 from trainer.config import Config
@@ -105,8 +106,10 @@ def in_steps(unit: str, option: str, config: Config, text: FlagText) -> dict[str
     """Return the steps that so many samples or tokens are, or this fraction of the schedule."""
     train = config.train
     if unit != "fraction":
-        num_tokens = train.seq_length if unit == "tokens" else 1
-        return {option: str(whole(text, unit) // (train.global_batch_size * num_tokens))}
+        samples = whole(text, unit) // (train.seq_length if unit == "tokens" else 1)
+        grows = option != "optim.wsd_decay_steps" and not any(train.faults("train"))  # those are the last steps
+        sizes = train.sizes() if grows else BatchSizes(train.global_batch_size)
+        return {option: str(sizes.steps_before(0, samples))}
     if not is_number(text.text) or float(text.text) > 1:
         raise ValueError(f"must be a fraction from 0 to 1, got {text.text!r}")
     return {option: str(round(float(text.text) * (config.optim.decay_steps or train.train_steps)))}

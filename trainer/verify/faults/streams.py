@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from datakit import Loader
+from datakit import BatchSizes, Loader
 from trainer.mesh.group import Group
 from trainer.store.store import ParameterStore
 from trainer.verdict import Verdict
@@ -14,6 +14,20 @@ from trainer.verify.faults.planting import wrapping
 
 def rank_0_for_all(real: Any, self: Loader, blend: Any, rows: int, number: int, dp_rank: int, *rest: Any) -> None:
     real(self, blend, rows, number, 0, *rest)
+
+
+class CountedInSteps(BatchSizes):
+    """A batch that grows by steps of its first size, and not by samples."""
+
+    __slots__ = ()
+
+    def at(self, sample: int) -> int:
+        """Return the size of the step that begins at a sample."""
+        return super().at(sample // self.sizes[0])
+
+
+def ramp_in_steps(real: Any, self: Loader, blend: Any, rows: int, sizes: BatchSizes, *rest: Any) -> None:
+    real(self, blend, rows, CountedInSteps(sizes.final, sizes.rampup, sizes.read_before), *rest)
 
 
 def in_blocks(real: Any, self: Loader, first: int) -> Any:
@@ -76,6 +90,14 @@ STREAM_FAULTS = (
         "ranks of dp read their micro-batches in the other order",
         DP,
         wrapping(Loader, "samples", in_other_order),
+        check=SAMPLES,
+    ),
+    Fault(
+        "ramp-in-steps",
+        "the batch grows by steps that are over, not by samples",
+        None,
+        wrapping(Loader, "__init__", ramp_in_steps),
+        train={"rampup_batch_size": (2, 2, 4)},
         check=SAMPLES,
     ),
     Fault(
