@@ -39,16 +39,16 @@ def main() -> int:
     parser.add_argument("--cuts", type=int, default=500, help="of each file system and disk")
     add_option(parser)
     arguments = parser.parse_args()
-    print("| file system | disk | cuts | that lost blocks | promises | not mounted | with a fault | s |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| file system | disk | cuts | that lost blocks | promises | repaired | not mounted | with a fault | s |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for kind, title in FILE_SYSTEMS.items():
         wrong = {}
         for disk, words in DISKS.items():
             seen = verdict(kind, words, arguments.cuts)
             wrong[disk] = sum(seen["faults"].values())
-            row = (title, disk, seen["cuts"], seen["cuts_that_lost"], seen["promises"], seen["not_mounted"])
-            cells = [f"{cell:,}" if isinstance(cell, int) else cell for cell in (*row, wrong[disk])]
-            print("|", " | ".join([*cells, f"{seen['seconds']:.0f}"]), "|", flush=True)
+            counts = [seen[name] for name in ("cuts", "cuts_that_lost", "promises", "repaired", "not_mounted")]
+            cells = [f"{count:,}" for count in (*counts, wrong[disk])]
+            print("|", " | ".join([title, disk, *cells, f"{seen['seconds']:.0f}"]), "|", flush=True)
             for fault, times in sorted(seen["faults"].items()):
                 print(f"{title}, {disk}, {times} times: {fault}", file=sys.stderr, flush=True)
         claim = f"cuts of the power on {title} after which acknowledged work is lost, or wrong"

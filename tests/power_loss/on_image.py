@@ -35,7 +35,17 @@ from threefold.errors import UserError
 from tools.power_loss.block_log import BlockLog, read_log
 from tools.power_loss.calls import STACKS
 from tools.power_loss.disk import tree_of
-from tools.power_loss.mounted import FILE_SYSTEMS, SCRATCH, in_namespace, lay, logged, make_image, mounted, obstacle
+from tools.power_loss.mounted import (
+    FILE_SYSTEMS,
+    SCRATCH,
+    in_namespace,
+    is_repaired,
+    lay,
+    logged,
+    make_image,
+    mounted,
+    obstacle,
+)
 from tools.power_loss.states import AGE_S
 
 CUTS_OF_A_RUN = 8
@@ -64,7 +74,8 @@ class Verdict:
     runs: int = 0
     cuts_that_lost: int = 0  # a block or a part of one
     promises: int = 0
-    not_mounted: int = 0
+    repaired: int = 0  # as the file system could not be mounted
+    not_mounted: int = 0  # nor after that
     faults: Counter[str] = field(default_factory=Counter)
     programs: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -158,13 +169,21 @@ def look_at_cuts(run: ImageRun, places: Sequence[int], options: Options, rng: ra
 
 
 def fault_after(run: ImageRun, promises: Sequence[str], verdict: Verdict) -> str:
-    """Mount what a cut left, and return what is wrong with it."""
+    """Mount what a cut left, repaired if it must be, and return what is wrong with it."""
+    with suppress(UserError):
+        return fault_mounted(run, promises)
+    verdict.repaired += is_repaired(verdict.file_system, CUT)
     try:
-        with mounted(CUT, EMPTY.stat().st_size, MOUNT):
-            return in_child(lambda: fault_in(run, promises))
+        return fault_mounted(run, promises)
     except UserError as error:
         verdict.not_mounted += 1
         return f"not mounted: {error}"
+
+
+def fault_mounted(run: ImageRun, promises: Sequence[str]) -> str:
+    """Return what is wrong with what a cut left; UserError if it cannot be mounted."""
+    with mounted(CUT, EMPTY.stat().st_size, MOUNT):
+        return in_child(lambda: fault_in(run, promises))
 
 
 def fault_in(run: ImageRun, promises: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ FILE_SYSTEMS = {
     "ext4": (64 * MIB, ("mkfs.ext4", "-q", "-F")),
     "xfs": (320 * MIB, ("mkfs.xfs", "-q", "-f")),
 }
+REPAIRS = {"ext4": ("e2fsck", "-fy")}  # that replays the journal, as that of XFS does not
 UNSHARE = ("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child")
 INSIDE = "POWER_LOSS_NAMESPACE"
 WAIT_S = 20.0
@@ -31,7 +32,9 @@ WAIT_S = 20.0
 def obstacle(kind: str) -> str:
     """Return why a file system cannot be mounted from an image that is logged on this machine, or nothing."""
     known = Path("/proc/filesystems").read_text().split() if Path("/proc/filesystems").exists() else []
-    missing = [name for name in (*PROGRAMS, FILE_SYSTEMS[kind][1][0]) if shutil.which(name) is None]
+    missing = [
+        name for name in (*PROGRAMS, FILE_SYSTEMS[kind][1][0], *REPAIRS.get(kind, ())[:1]) if shutil.which(name) is None
+    ]
     if os.geteuid() != 0:
         return "only root may mount"
     for path in ("/dev/fuse", "/dev/loop-control", str(SCRATCH.parent)):
@@ -59,6 +62,12 @@ def make_image(kind: str, image: Path) -> None:
     with image.open("wb") as file:
         file.truncate(size)
     _run(*command, str(image))
+
+
+def is_repaired(kind: str, image: Path) -> bool:
+    """Repair an image that cannot be mounted, as one whose superblock is torn; return whether that was done."""
+    command = REPAIRS.get(kind)
+    return bool(command) and subprocess.run([*command, image], capture_output=True, check=False).returncode < 4
 
 
 @contextmanager
