@@ -5,8 +5,10 @@
 A program of programs.py runs on ext4 or XFS, on a disk whose writes and flushes are logged. At random moments of it the
 writes that no flush covers are lost at random, each block by itself, some of them to a part of their sectors. What is
 left is mounted, which replays the journal, and must hold what had been promised; the same work must end well on it.
-Prints one line of JSON. With --without, fsyncs whose callers hold some text are left out, and something should be lost;
-with --lies, the disk acknowledges flushes and may lose what they covered as well.
+The last cut of each run is when it has ended. Prints one line of JSON.
+
+With --without, fsyncs whose callers hold some text are left out, and something should be lost; with --lies, the disk
+acknowledges flushes and may lose what they covered as well.
 """
 
 import argparse
@@ -233,7 +235,7 @@ def look(names: Sequence[str], options: Options, num_cuts: int, seed: int) -> Ve
         run = run_on_image(names[verdict.runs % len(names)], options, rng)
         verdict.runs += 1
         count = min(CUTS_OF_A_RUN, num_cuts - verdict.cuts)
-        places = sorted(rng.randint(run.log.begin + 1, run.log.end) for _ in range(count))
+        places = [*sorted(rng.randint(run.log.begin + 1, run.log.end) for _ in range(count - 1)), run.log.end]
         look_at_cuts(run, places, options, rng, verdict)
     verdict.seconds = round(time.monotonic() - began, 1)
     return verdict
