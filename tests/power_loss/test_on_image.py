@@ -1,16 +1,17 @@
 """ext4 and XFS, on a disk that loses its power, keep what the programs promised; and it shows where they could not."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ckptkit.support.saves import wait_until
 from tests.support.checks import require
 from tools.power_loss.mounted import FILE_SYSTEMS, obstacle
 
@@ -59,31 +60,33 @@ def test_a_disk_that_lies_loses_what_was_promised(kind: str) -> None:
     assert seen["cuts_that_lost"] > NUM_CUTS
 
 
-def loops() -> set[str]:
-    """Return the loop devices that have a file."""
-    return {path.name for path in LOOPS.glob("loop*") if (path / "loop/backing_file").exists()}
+def disks(process: int) -> set[tuple[str, str]]:
+    """Return the loop devices that a process has mounted, each with the number of that use of it."""
+    lines = Path(f"/proc/{process}/mounts").read_text().splitlines()
+    names = {line.split()[0].removeprefix("/dev/") for line in lines if line.startswith("/dev/loop")}
+    return {(name, (LOOPS / name / "diskseq").read_text()) for name in names}
 
 
-def servers() -> set[Path]:
-    """Return the processes that serve a disk."""
-    found = set()
+def is_attached(name: str, use: str) -> bool:
+    """Return whether a loop device still has the file of a use of it."""
+    return (LOOPS / name / "loop/backing_file").exists() and (LOOPS / name / "diskseq").read_text() == use
+
+
+def members(namespace: str) -> list[Path]:
+    """Return the processes of a namespace of mounts."""
+    found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if b"tools.power_loss.disk_image" in (path / "cmdline").read_bytes():
-                found.add(path)
+            if os.readlink(path / "ns/mnt") == namespace:
+                found.append(path)
     return found
 
 
 def test_nothing_stays_mounted_when_it_is_killed() -> None:
-    before, served = loops(), servers()
+    before = disks(os.getpid())
     with subprocess.Popen(command("ext4", "--cuts", 10_000), cwd=ROOT, stdout=subprocess.DEVNULL) as run:
-        until = time.monotonic() + 60
-        while not loops() - before:
-            require(run.poll() is None and time.monotonic() < until, "nothing was mounted")
-            time.sleep(0.001)
+        wait_until(lambda: bool(disks(run.pid) - before))
+        used, namespace = disks(run.pid) - before, os.readlink(f"/proc/{run.pid}/ns/mnt")
+        assert len(members(namespace)) > 2, "what runs, what serves its disk, and a program"
         run.send_signal(signal.SIGKILL)
-    until = time.monotonic() + 20
-    while (loops() - before or servers() - served) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert loops() <= before
-    assert servers() <= served
+    wait_until(lambda: not members(namespace) and not any(is_attached(*disk) for disk in used))

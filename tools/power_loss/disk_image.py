@@ -55,20 +55,21 @@ class DiskImage:
         mount(place, f"fd={device},rootmode={stat.S_IFREG | 0o600:o},user_id=0,group_id=0")
         while True:
             try:
-                request = os.read(device, MAX_WRITE + 4096)
+                self._answer(device, os.read(device, MAX_WRITE + 4096))
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return
-                if error.errno in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
-                    continue
-                raise
-            _, opcode, unique, *_ = REQUEST.unpack_from(request)
-            if opcode in UNANSWERED:
-                continue
-            act = self._acts.get(opcode)
-            body = b"" if act is None else act(request[REQUEST.size :])
-            code = -errno.ENOSYS if act is None else 0
-            os.write(device, ANSWER.pack(ANSWER.size + len(body), code, unique) + body)
+                if error.errno not in (errno.EINTR, errno.ENOENT, errno.EAGAIN):  # of a request that was given up
+                    raise
+
+    def _answer(self, device: int, request: bytes) -> None:
+        _, opcode, unique, *_ = REQUEST.unpack_from(request)
+        if opcode in UNANSWERED:
+            return
+        act = self._acts.get(opcode)
+        body = b"" if act is None else act(request[REQUEST.size :])
+        code = -errno.ENOSYS if act is None else 0
+        os.write(device, ANSWER.pack(ANSWER.size + len(body), code, unique) + body)
 
     def _begin(self, body: bytes) -> bytes:
         _, _, ahead, offered = struct.unpack_from("<IIII", body)
@@ -78,8 +79,8 @@ class DiskImage:
     def _attributes(self, body: bytes) -> bytes:
         size = self.num_bytes + ROOM_BYTES
         times = [0] * 6
-        head = struct.pack("<QII", 3600, 0, 0)
-        return head + struct.pack("<6Q10I", 1, size, size // 512, *times, stat.S_IFREG | 0o600, 1, 0, 0, 0, 4096, 0)
+        valid = struct.pack("<QII", 3600, 0, 0)
+        return valid + struct.pack("<6Q10I", 1, size, size // 512, *times, stat.S_IFREG | 0o600, 1, 0, 0, 0, 4096, 0)
 
     def _read(self, body: bytes) -> bytes:
         _, offset, size = struct.unpack_from("<QQI", body)
