@@ -61,10 +61,10 @@ class Equivalence:
 
 def kinds(recording: Recording) -> dict[int, str]:
     """Return which kind of call begins or ends at each moment."""
-    found = dict[int, str]()
+    calls = dict[int, str]()
     for change in recording.changes:
         kind = "name" if change.entries else "data" if change.data else "length"
-        found |= {change.began: kind, change.ended: kind}
+        calls |= {change.began: kind, change.ended: kind}
     for sync in recording.syncs:
-        found |= {sync.began: "fsync", sync.ended: "fsync"}
-    return found | {moment: "promise" for moment, *_ in recording.promises}
+        calls |= {sync.began: "fsync", sync.ended: "fsync"}
+    return calls | {moment: "promise" for moment, *_ in recording.promises}
