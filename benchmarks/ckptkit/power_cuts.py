@@ -22,7 +22,7 @@ FILE_SYSTEMS = {"ext4": "ext4", "xfs": "XFS"}
 DISKS = {
     "as it is": (),
     "an fsync left out": ("--without", "NewFile.publish"),
-    "a disk that lies": ("--lies",),
+    "a disk that does no flush": ("--no-flush",),
 }
 
 

@@ -2,9 +2,10 @@
 
     python -m tests.power_loss.in_parts FOLDER --minutes 60 [PROGRAM ...]
 
-FOLDER has results.json, and the keys of all trees that were looked at: a tree that no reader could tell from one of
-those is passed over, in whichever part, recording and model it comes. A part is one program: it is recorded once more,
-every change is lost and kept by itself, and others are drawn. One use of fsync is left out of it, and must be found.
+FOLDER has results.json, and the keys of all trees that were looked at: a tree in which no reader sees a difference to
+one of those is passed over, in whichever part, recording and model it comes. A part is one program: it is recorded
+once more, every change is lost and kept by itself, and others are drawn. One use of fsync is left out of it, and must
+be found.
 """
 
 import argparse

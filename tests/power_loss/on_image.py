@@ -7,8 +7,8 @@ writes that no flush covers are lost at random, each block by itself, some of th
 left is mounted, which replays the journal, and must hold what had been promised; the same work must end well on it.
 The last cut of each run is when it has ended. Prints one line of JSON.
 
-With --without, fsyncs whose callers hold some text are left out, and something should be lost; with --lies, the disk
-acknowledges flushes and may lose what they covered as well.
+With --without, fsyncs whose callers hold some text are left out, and something should be lost; with --no-flush, the
+disk acknowledges flushes and may lose what they covered as well.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Options:
     """On which disk programs run, and what of them is left out."""
 
     kind: str
-    lies: bool = False
+    flushes: bool = True
     without: str = ""
 
 
@@ -150,13 +150,13 @@ def look_at_cuts(run: ImageRun, places: Sequence[int], options: Options, rng: ra
     shutil.copyfile(EMPTY, SURE)
     log, done = run.log, 0
     for place in places:
-        sure = log.begin if options.lies else log.sure(place)
+        sure = log.sure(place) if options.flushes else log.begin
         lay(log, done, sure, SURE)
         done = sure
         subprocess.run(["cp", "--sparse=always", SURE, CUT], check=True)
-        kept = list(log.survivors(sure, place, rng))
+        survivors = list(log.survivors(sure, place, rng))
         with CUT.open("r+b") as image:
-            for offset, data in kept:
+            for offset, data in survivors:
                 image.seek(offset)
                 image.write(data)
         promises = log.promises(place)
@@ -164,7 +164,7 @@ def look_at_cuts(run: ImageRun, places: Sequence[int], options: Options, rng: ra
         verdict.cuts += 1
         verdict.programs[run.name] += 1
         verdict.promises += len(promises)
-        verdict.cuts_that_lost += written > sum(len(data) for _, data in kept)
+        verdict.cuts_that_lost += written > sum(len(data) for _, data in survivors)
         fault = fault_after(run, promises, verdict)
         if fault:
             verdict.faults[f"{run.name}: {fault}"] += 1
@@ -249,13 +249,15 @@ def main() -> int:
     parser.add_argument("--cuts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without", default="", metavar="CALLER", help="leave out the fsyncs of such a caller")
-    parser.add_argument("--lies", action="store_true", help="of a disk that acknowledges a flush and does not do it")
+    parser.add_argument(
+        "--no-flush", action="store_true", help="of a disk that acknowledges a flush and does not do it"
+    )
     arguments = parser.parse_args()
     reason = obstacle(arguments.file_system)
     if reason:
         raise SystemExit(reason)
     in_namespace("tests.power_loss.on_image", sys.argv[1:])
-    options = Options(arguments.file_system, arguments.lies, arguments.without)
+    options = Options(arguments.file_system, not arguments.no_flush, arguments.without)
     print(json.dumps(vars(look(arguments.names or [*PROGRAMS], options, arguments.cuts, arguments.seed))))
     return 0
 

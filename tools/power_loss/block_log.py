@@ -1,7 +1,7 @@
 """The log of a disk: what was written and flushed, and what a loss of power at some place of it leaves on the disk.
 
 A flush covers the writes that were served before it. Of the others each block is kept or lost by itself, and of some
-blocks each sector. A disk that lies acknowledges flushes and keeps no more for them.
+blocks each sector. A false disk acknowledges flushes and keeps no more for them.
 """
 
 import random

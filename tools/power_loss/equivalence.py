@@ -1,4 +1,4 @@
-"""Which trees are one: those that no reader could tell apart, of several recordings of one program as well.
+"""Which trees are one: those in which no reader sees a difference, of several recordings of one program as well.
 
 Names that are drawn at random, and times and checksums that differ with them, are of one recording. So a tree is known
 by what was done to it: each path without what is random in it, which file is there, and which of that file's writes

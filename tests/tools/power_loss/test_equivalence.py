@@ -1,4 +1,4 @@
-"""Trees that no reader could tell apart have one key, and no others."""
+"""Trees in which no reader sees a difference have one key, and no others."""
 
 from tests.tools.power_loss.test_states import recording
 from tools.power_loss.equivalence import Equivalence, kinds
