@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from tools.power_loss.disk import tree_of
 from tools.power_loss.mounted import (
     FILE_SYSTEMS,
     SCRATCH,
+    copy_image,
     in_namespace,
     is_repaired,
     lay,
@@ -99,12 +99,13 @@ class ImageRun:
 
 def run_on_image(name: str, options: Options, rng: random.Random) -> ImageRun:
     """Let a program run on an empty file system, from a moment on at which all is durable that it begins with."""
-    shutil.copyfile(EMPTY, LIVE)
+    copy_image(EMPTY, LIVE)
     LOG.unlink(missing_ok=True)
     size = EMPTY.stat().st_size
     with logged(LIVE, LOG, DISK), mounted(DISK, size, MOUNT):
         FOLDER.mkdir()
-        in_child(lambda: begin(PROGRAMS[name]))
+        if error := in_child(lambda: begin(PROGRAMS[name])):
+            raise UserError(f"{name}: {error}")
         subprocess.run(["sync", "-f", FOLDER], check=True)
         first = len(read_log(LOG))
         environment = os.environ | {"PYTHONPATH": str(STACKS), "POWER_LOSS_WITHOUT": options.without}
@@ -147,13 +148,13 @@ def writing_back(rng: random.Random) -> Iterator[None]:
 
 def look_at_cuts(run: ImageRun, places: Sequence[int], options: Options, rng: random.Random, verdict: Verdict) -> None:
     """Cut the power at places of a run's log, in their order, and count what is wrong with what is left."""
-    shutil.copyfile(EMPTY, SURE)
+    copy_image(EMPTY, SURE)
     log, done = run.log, 0
     for place in places:
         sure = log.sure(place) if options.flushes else log.begin
         lay(log, done, sure, SURE)
         done = sure
-        subprocess.run(["cp", "--sparse=always", SURE, CUT], check=True)
+        copy_image(SURE, CUT)
         survivors = list(log.survivors(sure, place, rng))
         with CUT.open("r+b") as image:
             for offset, data in survivors:

@@ -64,6 +64,11 @@ def make_image(kind: str, image: Path) -> None:
     _run(*command, str(image))
 
 
+def copy_image(image: Path, copy: Path) -> None:
+    """Copy an image, with its holes."""
+    _run("cp", "--sparse=auto", str(image), str(copy))
+
+
 def is_repaired(kind: str, image: Path) -> bool:
     """Repair an image that cannot be mounted, as one whose superblock is torn; return whether that was done."""
     command = REPAIRS.get(kind)
