@@ -5,6 +5,7 @@
 The file PLACE becomes one with what IMAGE holds, and more behind it: what is written there is said, and changes no
 disk. It is served in the kernel's own words (FUSE, /dev/fuse), so that a loop device over it is a disk whose blocks are
 logged, and whose fsync is the flush of the device. This process touches no file of that disk: it would wait for itself.
+So it leaves the namespace of mounts before the disk is mounted there: the last process of one unmounts all as it ends.
 It ends when the file is unmounted; when it is killed, whoever waits for the disk gets an error.
 """
 
@@ -27,6 +28,7 @@ ANSWER = struct.Struct("<IiQ")  # length, error, unique
 VERSION = 7, 31
 BIG_WRITES, MANY_PAGES = 1 << 5, 1 << 22
 INIT, GET_ATTRIBUTES, SET_ATTRIBUTES, OPEN, READ, PUT, RELEASE, SYNC, INTERRUPT = 26, 3, 4, 14, 15, 16, 18, 20, 36
+NEW_MOUNTS, DETACHED = 0x20000, 2  # CLONE_NEWNS, MNT_DETACH
 UNANSWERED = (2, 42, INTERRUPT)  # FORGET and BATCH_FORGET beside it
 
 
@@ -52,7 +54,11 @@ class DiskImage:
     def serve(self, place: Path) -> None:
         """Mount the file and answer requests until it is unmounted."""
         device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-        mount(place, f"fd={device},rootmode={stat.S_IFREG | 0o600:o},user_id=0,group_id=0")
+        options = f"fd={device},rootmode={stat.S_IFREG | 0o600:o},user_id=0,group_id=0"
+        path = os.fsencode(place)
+        call("mount", b"disk", path, b"fuse", 0, options.encode())
+        call("unshare", NEW_MOUNTS)
+        call("umount2", path, DETACHED)  # here; it stays where it was mounted
         while True:
             try:
                 self._answer(device, os.read(device, MAX_WRITE + 4096))
@@ -99,12 +105,11 @@ class DiskImage:
         return b""
 
 
-def mount(place: Path, options: str) -> None:
-    """Mount a file system of FUSE on a file."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"disk", os.fsencode(place), b"fuse", 0, options.encode()):
+def call(name: str, *arguments: bytes | int) -> None:
+    """Call the C library; OSError if that fails."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(place))
+        raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def main() -> None:
