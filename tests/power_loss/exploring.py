@@ -44,7 +44,7 @@ class Recorded:
     ) -> Tally:
         """Check all states, of the program as it is or without one use of fsync, but for trees that were seen."""
         recording = self.recording.without(without) if without else self.recording
-        check = partial(fault_of, self)
+        check = partial(fault_of, self.program, self.left)
         return explore(
             recording, model, check, self.folder, num_random=num_random, stops_at_fault=stops_at_fault, seen=seen
         )
@@ -67,9 +67,8 @@ def recorded(name: str) -> Iterator[Recorded]:
         yield Recorded(program, recording, folder, frozenset(after))
 
 
-def fault_of(of: Recorded, folder: Path, promises: Sequence[str]) -> str:
-    """Return what is wrong with a folder, or with what the same work makes of it, or leaves in it."""
-    program = of.program
+def fault_of(program: Program, left: frozenset[str], folder: Path, promises: Sequence[str]) -> str:
+    """Return what is wrong with a folder, or with what the same work makes of it, or leaves in it besides `left`."""
     promised = (*program.promised, *promises)
     fault = program.fault_of(folder, promised)
     if fault or not program.is_repeatable:
@@ -86,5 +85,5 @@ def fault_of(of: Recorded, folder: Path, promises: Sequence[str]) -> str:
         return f"once more: {fault}"
     for run in program.runs:
         prune(open_storage(str(folder / run)), EVERYTHING)  # what broke off is removed once it is a day old
-    debris = sorted(tree_of(folder).keys() - of.left)
+    debris = sorted(tree_of(folder).keys() - left)
     return f"once more: {debris[0]} is left" if debris else ""

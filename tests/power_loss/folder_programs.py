@@ -17,6 +17,7 @@ from ckptkit.tiers.tier import Tier
 from tests.ckptkit.support.saves import SMALL, assert_holds, save_one
 from tests.ckptkit.support.small_steps import save_rank
 from tests.power_loss.program import LAYOUT, Program, be_host, saved, say, step_fault
+from tests.support.checks import require_equal
 from threefold.errors import UserError
 from threefold.storage import AlreadyExists, open_storage
 
@@ -59,6 +60,52 @@ def save_as_two_jobs(folder: Path) -> None:
         for step in (1, 2):
             jobs = [(attempt, rank) for attempt in "ab" for rank in (1, 0)]
             list(pool.map(lambda job, step=step: save(step, *job), jobs))
+
+
+def save_as_two_checkpointers(folder: Path) -> None:
+    """Save two steps by the Checkpointers of two ranks, each of which learns of the commit."""
+
+    def save(rank: int) -> None:
+        with Checkpointer(str(folder / "run"), rank=rank, world_size=2, attempt="a") as checkpointer:
+            for step in (1, 2):
+                save_one(checkpointer, step, SMALL, LAYOUT, rank, scale=step)
+                if all(report.ok for report in checkpointer.wait()):
+                    say(f"fast {step}")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, (1, 0)))
+
+
+def save_of_torch(folder: Path) -> None:
+    """Save two steps of a PyTorch program, by Run.save."""
+    import torch
+
+    from ckptkit.torch import Run
+
+    with Run(str(folder / "run")) as run:
+        for step in (1, 2):
+            run.save(step, {"weight": torch.arange(3000.0) * step, "step": step})
+            if all(report.ok for report in run.wait()):
+                say(f"saved {step}")
+
+
+def torch_fault(folder: Path, promises: Sequence[str]) -> str:
+    """Return what is wrong with the steps of Run.save."""
+    import torch
+
+    from ckptkit.torch import Run
+
+    steps = committed_steps(open_storage(str(folder / "run"))) if (folder / "run").exists() else []
+    sure = {int(text.split()[1]) for text in promises}
+    for step in sorted(sure | {*steps}):
+        state = {"weight": torch.zeros(3000), "step": 0}
+        try:
+            with Run(str(folder / "run")) as run:
+                run.load(state, step=step)
+            require_equal((state["weight"].tolist(), state["step"]), ((torch.arange(3000.0) * step).tolist(), step))
+        except (UserError, AssertionError) as error:
+            return f"step {step} {'was promised' if step in sure else 'is committed'}: {type(error).__name__}"
+    return ""
 
 
 def save_to_two_tiers(folder: Path) -> None:
@@ -130,6 +177,8 @@ FOLDER_PROGRAMS = {
     "pin": Program(pinned, pin_fault, saved(1, 2), ("whole 1", "whole 2"), runs=RUN),
     "unpin": Program(unpinned, pin_fault, saved(1, 2, then=pinned), ("whole 1", "whole 2"), runs=RUN),
     "two jobs": Program(save_as_two_jobs, step_fault, is_repeatable=False),
+    "two checkpointers": Program(save_as_two_checkpointers, tier_fault, is_repeatable=False),
+    "torch": Program(save_of_torch, torch_fault, is_repeatable=False),
     "tiers": Program(save_to_two_tiers, tier_fault, is_repeatable=False),
     "export": Program(exported, folder_fault, saved(1), runs=RUN),
     "import": Program(

@@ -1,6 +1,7 @@
 """What every program of this folder is, and what makes and checks the runs of them."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,13 @@ from threefold.storage import open_storage
 from tools.power_loss.calls import ACKNOWLEDGED, HOST
 
 LAYOUT = ParallelLayout(tp=2)
+ONE_BY_ONE = threading.Lock()
 
 
 def say(text: str) -> None:
-    """Promise something."""
-    print(ACKNOWLEDGED.decode() + text, flush=True)
+    """Promise something, in a line of its own."""
+    with ONE_BY_ONE:
+        print(ACKNOWLEDGED.decode() + text, flush=True)
 
 
 def be_host(name: str) -> None:

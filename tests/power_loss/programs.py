@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -39,19 +40,24 @@ from threefold.storage import open_storage
 DOCUMENTS = [np.arange(start, start + 40) for start in range(0, 200, 40)]
 
 
-def save_as_two(folder: Path) -> None:
-    """Save two steps by two writers at once, each of which learns of the commit."""
-    storage = open_storage(str(folder / "run"))
+def save_as(layout: ParallelLayout) -> Callable[[Path], None]:
+    """Return what saves two steps by the writers of a layout at once, each of which learns of the commit."""
+    num_writers = layout.world_size
 
-    def save(step: int, rank: int) -> None:
-        be_host(f"writer {rank}")
-        seat = Seat(storage.address, step, "a", rank, 2)
-        save_rank(storage, seat, LAYOUT, step, patience_s=lambda _: 20.0)
-        say(f"whole {step}")
+    def work(folder: Path) -> None:
+        storage = open_storage(str(folder / "run"))
 
-    with ThreadPoolExecutor(2) as pool:
-        for step in (1, 2):
-            list(pool.map(save, [step] * 2, (1, 0)))
+        def save(step: int, rank: int) -> None:
+            be_host(f"writer {rank}")
+            seat = Seat(storage.address, step, "a", rank, num_writers)
+            save_rank(storage, seat, layout, step, patience_s=lambda _: 20.0)
+            say(f"whole {step}")
+
+        with ThreadPoolExecutor(num_writers) as pool:
+            for step in (1, 2):
+                list(pool.map(save, [step] * num_writers, reversed(range(num_writers))))
+
+    return work
 
 
 def save_in_the_background(folder: Path) -> None:
@@ -205,9 +211,11 @@ def store_fault(folder: Path, promises: Sequence[str]) -> str:
     return ""
 
 
+FOUR = ParallelLayout(tp=2, pp=2)
 RUN, COPIES = ("run",), ("run", "copies")
 PROGRAMS = {
-    "save": Program(save_as_two, step_fault, is_repeatable=False),
+    "save": Program(save_as(LAYOUT), step_fault, is_repeatable=False),
+    "four writers": Program(save_as(FOUR), partial(step_fault, layout=FOUR), is_repeatable=False),
     "checkpointer": Program(save_in_the_background, newest_fault, is_repeatable=False),
     "prune": Program(pruned, step_fault, saved(1, 2, 3), ("whole 3",), runs=RUN),
     "remove": Program(removed, step_fault, saved(1, 2, 3), ("whole 1", "whole 3"), is_repeatable=False),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.power_loss.exploring import Recorded, recorded
 from tests.power_loss.programs import PROGRAMS
+from tests.power_loss.unseen import RACES, UNSEEN
 from tests.support.strace import needs_strace
 from tools.power_loss.states import MODELS
 
@@ -30,26 +31,6 @@ def test_every_state_keeps_what_was_promised(name: str) -> None:
             assert tally.num_trees > 2 or model == "hosts"
 
 
-OLDER = "names what was durable before the program began"
-DEBRIS = "what comes back has no root, and a later prune removes it"
-RACES = ("two jobs",)  # whose files are those of a step is another time
-UNSEEN = {
-    "pin": {".": OLDER, "run": OLDER},
-    "prune": {".": OLDER, "run": OLDER, "run/step-#/a": DEBRIS},
-    "remove": {".": OLDER, "run": OLDER, "run/step-#/a": DEBRIS},
-    "rollback": {".": OLDER, "run": OLDER},
-    "undo": {".": OLDER, "run": OLDER, "run/step-#/a": "a note of the rollback says nothing of a step with a root"},
-    "preprocess": {
-        "store/.work/items": "an item whose note is lost is made once more",
-        "store/.work/items/.#.json.#.tmp": "an item whose note is torn is made once more",
-    },
-    "archive": {
-        f"archive/.work/.shard-#-#.{kind}.zst.json.#.tmp": "a torn note of a finished file lets it be made once more"
-        for kind in ("bin", "idx", "origin")
-    },
-}
-
-
 @needs_strace
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # each of the uses that cost nothing is looked for in every state
@@ -57,7 +38,7 @@ UNSEEN = {
 def test_a_use_of_fsync_that_is_left_out_is_found(name: str) -> None:
     with recorded(name) as program:
         uses = sorted({sync.use for sync in program.recording.syncs})
-        assert unfound(program, uses) == UNSEEN.get(name, dict[str, str]()).keys()
+        assert unfound(program, uses) == UNSEEN.get(name, {}).keys()
 
 
 def unfound(program: Recorded, uses: Iterable[str]) -> set[str]:

@@ -100,6 +100,13 @@ class Recording:
 
     def tree(self, numbers: Iterable[int]) -> Tree:
         """Return the tree with some of the changes, by their numbers in order."""
+        return {
+            path: None if value in self.folders else self.content(value, changed)
+            for path, value, changed in self.files(numbers)
+        }
+
+    def files(self, numbers: Iterable[int]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Yield what is there with some of the changes: paths, numbers, and those of the changes that are of a file."""
         entries, changed = dict(self.entries), dict[int, list[int]]()
         for number in numbers:
             change = self.changes[number]
@@ -113,19 +120,17 @@ class Recording:
         inner = dict[int, list[tuple[str, int]]]()
         for (folder, name), value in entries.items():
             inner.setdefault(folder, []).append((name, value))
-        return dict(self._below("", ROOT, inner, changed))
+        for path, value in self._below("", ROOT, inner):
+            yield path, value, tuple(changed.get(value, ()))
 
-    def _below(
-        self, at: str, folder: int, inner: Mapping[int, list[tuple[str, int]]], changed: Mapping[int, list[int]]
-    ) -> Iterator[tuple[str, bytes | None]]:
+    def _below(self, at: str, folder: int, inner: Mapping[int, list[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
         for name, value in inner.get(folder, ()):
+            yield f"{at}{name}", value
             if value in self.folders:
-                yield f"{at}{name}", None
-                yield from self._below(f"{at}{name}/", value, inner, changed)
-            else:
-                yield f"{at}{name}", self._content(value, tuple(changed.get(value, ())))
+                yield from self._below(f"{at}{name}/", value, inner)
 
-    def _content(self, file: int, changed: tuple[int, ...]) -> bytes:
+    def content(self, file: int, changed: tuple[int, ...]) -> bytes:
+        """Return what a file holds with some of its changes."""
         key = file, changed
         if key not in self._cached:
             content = bytearray(self.contents.get(file, b""))

@@ -1,6 +1,7 @@
 """Says who calls each fsync, where strace sees it: a Python that has this folder in its PYTHONPATH imports it first.
 
-Before each fsync its callers are written to /dev/null, outermost first, as far as they are of this project.
+Before each fsync its callers are written to /dev/null, outermost first, as far as they are of this project. With
+POWER_LOSS_WITHOUT the fsyncs whose callers hold that text are left out.
 """
 
 import os
@@ -9,6 +10,7 @@ import sys
 CALLERS = b"FSYNC BY "
 _KITS = tuple(f"{os.sep}{kit}{os.sep}" for kit in ("threefold", "ckptkit", "datakit"))
 _fsync = os.fsync
+_without = os.environ.get("POWER_LOSS_WITHOUT", "")
 _null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
@@ -20,8 +22,10 @@ def fsync(file: int) -> None:
         if any(kit in code.co_filename for kit in _KITS):
             callers.append(f"{os.path.basename(code.co_filename).removesuffix('.py')}.{code.co_qualname}")
         frame = frame.f_back
-    os.write(_null, CALLERS + " > ".join(reversed(callers)).encode())
-    _fsync(file)
+    by = " > ".join(reversed(callers))
+    os.write(_null, CALLERS + by.encode())
+    if not _without or _without not in by:
+        _fsync(file)
 
 
 os.fsync = fsync
