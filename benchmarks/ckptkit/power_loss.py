@@ -1,6 +1,7 @@
 """What a loss of power leaves of what this project, and peers, have acknowledged: every tree that may be there is read.
 
-    uv pip install --python PEERS torch safetensors transformers orbax-checkpoint lightning mosaicml-streaming litdata
+    uv pip install --python PEERS torch torch_checkpointing safetensors transformers orbax-checkpoint
+    uv pip install --python PEERS lightning mosaicml-streaming litdata
     PYTHONPATH=. python benchmarks/ckptkit/power_loss.py --python PEERS/bin/python [NAME ...]
 
 Each program saves two steps, or writes one store, under strace, and promises each once it is complete by its own page:

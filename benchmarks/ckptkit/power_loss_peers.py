@@ -130,6 +130,32 @@ def read_dcp(folder: Path, step: int) -> tuple[int, str]:
     return step, digest({name: value.numpy() for name, value in state.items()})
 
 
+def _checkpoint_manager() -> Any:
+    """Return the object that saves, in the caller's process, and loads for torch_checkpointing."""
+    from torch_checkpointing import CheckpointManager
+
+    return CheckpointManager.Config.with_sync_save().build()
+
+
+def write_torch_checkpointing(folder: Path, say: Say) -> None:
+    import torch
+
+    manager = _checkpoint_manager()
+    for step in STEPS:
+        state = {name: torch.from_numpy(value) for name, value in arrays(step).items()}
+        manager.save(str(folder / f"step-{step}"), {"model": state})
+        say(f"step {step}")
+    manager.close()
+
+
+def read_torch_checkpointing(folder: Path, step: int) -> tuple[int, str]:
+    import torch
+
+    state = {name: torch.zeros(SIZE) for name in NAMES}
+    loaded = _checkpoint_manager().load(str(folder / f"step-{step}"), into={"model": state})["model"]
+    return step, digest({name: value.numpy() for name, value in loaded.items()})
+
+
 def model() -> Any:
     """Return a model of transformers that has the two tensors among others."""
     import torch
@@ -269,6 +295,7 @@ PEERS = {
     "datakit": (write_datakit, read_datakit),
     "dcp": (write_dcp, read_dcp),
     "dcp-async": (write_dcp_async, read_dcp),
+    "torch_checkpointing": (write_torch_checkpointing, read_torch_checkpointing),
     "transformers": (write_transformers, read_transformers),
     "orbax": (write_orbax, read_orbax),
     "lightning": (write_lightning, read_lightning),

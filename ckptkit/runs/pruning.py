@@ -233,12 +233,13 @@ class _Pruning:
     def _delete_steps(self, batch: Sequence[StepRecord], newest_good: int | None) -> None:
         """Delete steps, their roots first, unless the run changed since it was read.
 
-        The last look for pins comes after the deletion, as that of `pin` for the root comes after the pin is put.
+        The last look for pins comes after the deletion, as that of `pin` for the root comes after the pin is put. So
+        does that for the newest step: a rollback, which sets it aside, looks for the step that it goes back to.
         """
         storage, report = self._storage, self.report
+        went = f"step {newest_good}, the newest good one, went away meanwhile"
         if newest_good is not None and root_info(storage, newest_good) is None:
-            why = f"step {newest_good}, the newest good one, went away meanwhile"
-            report.kept |= {record.step: [why] for record in batch}
+            report.kept |= {record.step: [went] for record in batch}
             return
         if newest_good is not None:
             sync_name(storage, root_key(newest_good))  # nothing goes before what replaces it is durable
@@ -246,15 +247,17 @@ class _Pruning:
         if half_aside := [key for step in doomed for key in step.own if key.endswith(f"/{ASIDE_NAME}")]:
             storage.delete(half_aside)  # left by killed rollbacks: no undoing brings back what goes here
         storage.delete([root_key(step.record.step) for step in doomed if not step.is_link])
+        has_newest = newest_good is None or root_info(storage, newest_good) is not None
         going = []
         for step, pin in zip(
             doomed, at_once(lambda step: storage.info(pin_key(step.record.step)), doomed), strict=True
         ):
-            if pin is None or step.is_link:
+            if has_newest and (pin is None or step.is_link):
                 going.append(step)
-            else:
+                continue
+            if not step.is_link:
                 storage.write(root_key(step.record.step), step.root, if_absent=True)
-                report.kept[step.record.step] = ["pinned meanwhile"]
+            report.kept[step.record.step] = ["pinned meanwhile" if has_newest else went]
         storage.delete([key for step in going for key in step.own])
         for step in going:
             report.deleted.append(step.record.step)

@@ -5,7 +5,8 @@ step is not committed any more, for any reader, and may be saved again. The data
 the attempt is an orphan as young as the rollback, since an attempt is as old as its youngest file.
 
 Steps go newest first and come back oldest first, so that a killed call leaves a run that it could have stopped at, and
-the same call goes on. Pins are looked for before and after a root goes, as a prune does. Per step four small requests.
+the same call goes on. Pins are looked for before and after a root goes, as a prune does. The step that the run goes
+back to is looked for after it too: a prune may have taken that meanwhile. Per step five small requests.
 """
 
 from dataclasses import dataclass, field
@@ -51,13 +52,14 @@ def rollback(storage: Storage, step: int, *, dry_run: bool = False) -> RollbackR
     except CheckFailed as damage:
         text = f"step {step} of {storage.url} is damaged: {' '.join(damage.message.split())}"
         raise CheckFailed(text, hint=f"ckptkit ls {quote(storage.url)}") from damage
-    return set_aside_after(storage, step, dry_run=dry_run)
+    return set_aside_after(storage, step, dry_run=dry_run, is_needed=True)
 
 
-def set_aside_after(storage: Storage, step: int, *, dry_run: bool = False) -> RollbackReport:
+def set_aside_after(storage: Storage, step: int, *, dry_run: bool = False, is_needed: bool = False) -> RollbackReport:
     """Set the committed steps after one aside, newest first, whether that one is committed or not.
 
-    UserError, before anything changes, if one of them is pinned or in a folder that is a link.
+    UserError, before anything changes, if one of them is pinned or in a folder that is a link. If the step `is_needed`
+    and goes away meanwhile, StorageError, and the last one that was to be set aside stays.
     """
     newer = [listed for listed in listed_steps(storage) if listed.step > step and listed.root][::-1]
     refuse_pinned(storage, newer[::-1])
@@ -71,7 +73,7 @@ def set_aside_after(storage: Storage, step: int, *, dry_run: bool = False) -> Ro
     report = RollbackReport(storage.url, step, dry_run)
     for listed, attempt in zip(newer, attempts, strict=True):
         if not dry_run:
-            _set_aside(storage, listed.step, attempt)
+            _set_aside(storage, listed.step, attempt, step if is_needed else None)
         (report.set_aside if attempt else report.quarantined).append(listed.step)
     return report
 
@@ -112,21 +114,28 @@ def _attempt_named(storage: Storage, step: int) -> str:
         return ""
 
 
-def _set_aside(storage: Storage, step: int, attempt: str) -> None:
-    """Set one step aside, unless it was pinned meanwhile; one with a damaged root goes into quarantine.
+def _set_aside(storage: Storage, step: int, attempt: str, needed: int | None) -> None:
+    """Set one step aside, unless it was pinned or the step that is needed then was pruned; UserError then.
 
-    The last look for the pin comes after the root is gone, as that of `pin` for the root comes after the pin is put.
+    One with a damaged root goes into quarantine. The last look for the pin comes after the root is gone, as that of
+    `pin` for the root comes after the pin is put; a prune looks for the newest step after it deleted another.
     """
     if not attempt:
         quarantine(storage, step)
         return
-    kept = aside_key(step, attempt)
-    storage.copy(root_key(step), kept)
+    aside = aside_key(step, attempt)
+    storage.copy(root_key(step), aside)
     storage.delete([root_key(step)])
-    if storage.info(pin_key(step)) is not None:
-        storage.write(root_key(step), storage.read(kept), if_absent=True)
-        storage.delete([kept])
-        refuse_pinned(storage, [ListedStep(step, is_pinned=True)])
+    is_pinned = storage.info(pin_key(step)) is not None
+    has_needed = needed is None or root_info(storage, needed) is not None
+    if is_pinned or not has_needed:
+        storage.write(root_key(step), storage.read(aside), if_absent=True)
+        storage.delete([aside])
+        refuse_pinned(storage, [ListedStep(step, is_pinned=is_pinned)])
+        raise StorageError(
+            f"step {needed} of {storage.url} was pruned meanwhile, so step {step} stays",
+            hint=f"ckptkit ls {quote(storage.url)}",
+        )
 
 
 def _attempt_to_return(storage: Storage, listed: ListedStep) -> str:

@@ -22,7 +22,7 @@ from datakit.format.manifest import FILE_NAME, WORK_FOLDER, Manifest
 from datakit.text.inputs import open_file
 from threefold.claim import Note, this_process
 from threefold.errors import StorageError, UserError, is_utf8, quoted
-from threefold.storage import AlreadyExists, Storage, written_name
+from threefold.storage import AlreadyExists, Storage, TemporaryFailure, written_name
 from threefold.storage.folders import local_root, make_folders, sync_folder
 from threefold.storage.local import LocalStorage, sync_name
 from threefold.storage.repeating import open_repeating, repeating
@@ -49,6 +49,7 @@ class Output:
         self.lock, self.is_complete, self._is_begun_here = -1, False, False
         self.storage = open_repeating(place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
         self._placed: set[str] = set()
+        self.may_grow = False  # whether an upload ended without an answer, so that its file may come yet
         self._held: Note | None = None
         name = f"datakit-{os.getuid()}-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
         self.work = self.folder / WORK_FOLDER if self.folder else temporary_folder() / name
@@ -176,9 +177,10 @@ class Output:
             faults: list[Exception] = []
             try:
                 self.storage.write(key, _noting(faults, blocks()), size_bytes=size_bytes)
-            except Exception:
+            except Exception as error:
                 if faults:
                     raise faults[0] from None
+                self.may_grow |= isinstance(error, TemporaryFailure)
                 raise
 
         repeating(write)

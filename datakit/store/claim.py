@@ -64,7 +64,8 @@ def _made(output: Output, keeps: tuple[type[UserError], ...]) -> Iterator[Output
             output.scratch.mkdir(parents=True, exist_ok=True)
         yield output
     except keeps:
-        if output.folder is None and not output.holds_any():  # there a note without anything would refuse all others
+        # there a note without anything would refuse all others; a file that comes later, without one, this run too
+        if output.folder is None and not output.may_grow and not output.holds_any():
             output.abandon()
         raise
     except UserError:  # what it is made of does not do: the output is free for another try

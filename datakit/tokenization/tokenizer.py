@@ -134,7 +134,9 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     kind = JsonTokenizer if file.suffix == ".json" else SentencePieceTokenizer
     try:
         return kind(content)
-    except Exception as error:  # both libraries raise bare Exceptions or RuntimeErrors of their own
+    except BaseException as error:  # the libraries raise bare Exceptions, RuntimeErrors or panics of their own
+        if not gave_up(error):
+            raise
         beside = file.with_name(NAMES[0])
         raise UserError(
             f"{file} cannot be read as a {kind.kind} tokenizer: {error}",
@@ -314,7 +316,7 @@ def _told(kind: str, number: int, text: str) -> Iterator[None]:
 
 
 def gave_up(error: BaseException) -> bool:
-    """Return whether what a library raised is about the text that it was given: an Exception, or a panic of Rust."""
+    """Return whether what a library raised is about what it was given to read: an Exception, or a panic of Rust."""
     is_panic = type(error).__name__ == "PanicException"  # it is not an Exception, and no module exports it
     return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
 

@@ -3,51 +3,59 @@
 SIMULATION_SEED=N runs one seed alone, the one that a failure names; SIMULATION_SEEDS=N as many as that.
 """
 
+import json
 import os
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptkit.format.root import Root
 from ckptkit.loading.roots import root_key
-from ckptkit.runs import pruning
+from ckptkit.runs import pruning, rollback
+from ckptkit.writer import commit
 from ckptkit.writer import step as step_module
+from tests.ckptkit import simulate as command
 from tests.ckptkit.support.inline_pools import inline_pools
+from tests.ckptkit.support.programs import Hung
+from tests.ckptkit.support.simulated_time import SimulatedTime, simulated_time
 from tests.ckptkit.support.simulation import Broken, simulate
+from tests.ckptkit.support.situations import SITUATIONS
 from threefold.errors import StorageError
 from threefold.storage import Storage
 
 SEED = os.environ.get("SIMULATION_SEED")
-FAST, SLOW, PLANTED = 50, int(os.environ.get("SIMULATION_SEEDS", "5000")), 1000
+FAST, SLOW, PLANTED = 12, int(os.environ.get("SIMULATION_SEEDS", "3000")), 1000
 
 
-@pytest.fixture(autouse=True)
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
     inline_pools(monkeypatch)
+    return simulated_time(monkeypatch)
 
 
-def run_seeds(seeds: range) -> None:
-    committed = 0
+def run_seeds(seeds: range, clock: SimulatedTime, hang_s: float = 60.0) -> None:
     for seed in [int(SEED)] if SEED else seeds:
-        committed += sum(map(len, simulate(seed).history.values()))
-    assert committed
+        assert simulate(seed, clock, hang_s=hang_s).run_place.history
 
 
-def test_every_interleaving_keeps_what_is_promised() -> None:
-    run_seeds(range(FAST))
+def test_every_interleaving_keeps_what_is_promised(clock: SimulatedTime) -> None:
+    run_seeds(range(FAST), clock)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_many_more_interleavings_do() -> None:
-    run_seeds(range(FAST, FAST + SLOW))
+def test_many_more_interleavings_do(clock: SimulatedTime) -> None:
+    run_seeds(range(FAST, FAST + SLOW), clock)
 
 
-def test_a_seed_repeats_itself() -> None:
-    first, second = simulate(7), simulate(7)
+def test_a_seed_repeats_itself(clock: SimulatedTime) -> None:
+    first, second = simulate(7, clock), simulate(7, clock)
     assert first.trace == second.trace
-    assert first.history == second.history
+    assert first.run_place.history == second.run_place.history
+    assert first.situations.counts == second.situations.counts
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -112,12 +120,21 @@ def sweeps_what_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.runs.debris.SAFE_AGE_S", -3600.0)
 
 
+def goes_back_without_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback that does not look, once a root went, for the step that it goes back to."""
+    set_aside = rollback._set_aside
+    monkeypatch.setattr(
+        rollback, "_set_aside", lambda storage, step, attempt, _: set_aside(storage, step, attempt, None)
+    )
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "plant",
     [
         commits_over_another,
         deletes_data_before_roots,
+        pytest.param(goes_back_without_a_second_look, marks=pytest.mark.slow),
         pytest.param(looks_for_pins_only_before, marks=pytest.mark.slow),
         pytest.param(forgets_the_newest, marks=pytest.mark.slow),
         pytest.param(clears_after_a_lost_answer, marks=pytest.mark.slow),
@@ -125,8 +142,54 @@ def sweeps_what_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(sweeps_what_is_young, marks=pytest.mark.slow),
     ],
 )
-def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_found(plant: Plant, clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(Broken) as found:
-        run_seeds(range(PLANTED))
+        run_seeds(range(PLANTED), clock)
     print(f"{plant.__name__}: {found.value}; {found.value.__notes__[-1]}")
+
+
+def waits_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that waits for another one, which was killed, whatever its deadline."""
+    looks = commit._looks
+    monkeypatch.setattr(commit, "_looks", lambda patience_s, *args, **more: looks(lambda: 1e12, *args, **more))
+
+
+def stops_in_a_prune(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prune that waits for a lock that nobody releases."""
+    monkeypatch.setattr("ckptkit.runs.debris.Debris.orphans", lambda *_: threading.Event().wait())
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (waits_without_end, r"^[abz]\.[01](\.tier)? does not end its (save|tier) of step [1-4]"),
+        (stops_in_a_prune, r"^\S+ asks for nothing any more in its (prune|tier) of step \d"),
+    ],
+)
+def test_a_planted_hang_is_named(
+    plant: Plant, name: str, clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Hung, match=name):
+        run_seeds(range(PLANTED), clock, hang_s=1.0)
+
+
+def test_parts_of_a_night_are_added_and_what_was_never_reached_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = tmp_path / "night.json"
+    assert [command.main(["--seeds", "1", "--tally", str(tally)]) for _ in range(2)] == [0, 0]
+    counts = json.loads(tally.read_text())
+    assert counts["seeds"] == 2
+    missing = {line.split(": ")[1] for line in capsys.readouterr().out.splitlines()[-len(SITUATIONS) :] if ": " in line}
+    assert missing == {name for name, count in counts["situations"].items() if not count}
+
+
+def test_a_night_ends_at_what_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits_over_another(monkeypatch)
+    tally = tmp_path / "night.json"
+    assert command.main(["--seeds", "1000", "--tally", str(tally)]) == 1
+    begun = json.loads(tally.read_text())["seeds"]
+    assert command.main(["--seeds", "1", "--tally", str(tally)]) == 1, "the same seed once more"
+    assert json.loads(tally.read_text())["seeds"] == begun

@@ -88,9 +88,11 @@ def sealed_record(data: bytes) -> bytes:
     """Return a record of JSON with its checksum."""
     try:
         content = orjson.loads(data)
-        return orjson.dumps(content | {"checksum": content_checksum(content)})
+        if isinstance(content, dict):
+            return orjson.dumps(content | {"checksum": content_checksum(content)})
     except (TypeError, ValueError):
-        return data
+        pass
+    return data
 
 
 def packing() -> list[bytes]:

@@ -114,7 +114,7 @@ def test_a_prune_reads_what_fills_a_place_and_lists_the_others(run: ObjectStore)
     assert replace(done, dry_run=True) == report
     assert run.requests["list"] == NUM_LISTINGS + 1 + NUM_STEPS
     num_batches = -(-len(done.deleted) // STEPS_AT_A_TIME)
-    assert run.requests["info"] == num_batches + len(done.deleted)  # of pins, the last
+    assert run.requests["info"] == 2 * num_batches + len(done.deleted)  # of the newest step before and after, and pins
     assert run.requests["delete"] == 2 * num_batches
     assert len([*run.within.list_keys()]) == NUM_PLACES * FILES_A_STEP
 

@@ -92,7 +92,7 @@ def test_prunes_of_different_policies_leave_the_newest_good_step(tmp_path: Path)
     storage.before = other
     prune(storage, LAST)
     assert seen[1] == [11]
-    assert committed_steps(storage) == [12]
+    assert committed_steps(storage) == [10, 12], "10 was to go for 11, which went"
 
 
 def test_a_newer_step_that_commits_meanwhile_is_not_touched(tmp_path: Path) -> None:
@@ -113,9 +113,10 @@ def test_nothing_more_goes_once_the_newest_good_step_went_away(tmp_path: Path) -
     write_steps(storage, 1, 2, 3)
     storage.before = lambda deleted: (tmp_path / "step-000000003/root.json").unlink(missing_ok=True)
     report = prune(storage, LAST)
-    assert report.deleted == [1]
-    assert report.kept[2] == ["step 3, the newest good one, went away meanwhile"]
-    assert committed_steps(storage) == [2]
+    assert report.deleted == []
+    assert report.kept[1] == report.kept[2] == ["step 3, the newest good one, went away meanwhile"]
+    assert committed_steps(storage) == [1, 2]
+    assert all(record.is_good for record in checked_records(storage))
 
 
 def test_a_pin_put_before_the_deletion_saves_its_step(tmp_path: Path) -> None:

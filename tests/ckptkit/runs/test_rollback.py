@@ -153,6 +153,27 @@ def test_a_pin_that_is_put_meanwhile_brings_the_root_back(tmp_path: Path) -> Non
     assert storage.info(aside_key(2, "a2")) is None
 
 
+def test_a_step_that_is_pruned_meanwhile_brings_a_newer_one_back(tmp_path: Path) -> None:
+    storage = Watched(tmp_path)
+    saved(storage, 1, 2)
+    other = open_storage(tmp_path)
+    storage.before = lambda deleted: other.delete([root_key(1)]) if deleted == [root_key(2)] else None
+    with pytest.raises(StorageError, match=r"step 1 of .* was pruned meanwhile, so step 2 stays"):
+        rollback(storage, 1)
+    assert committed_steps(storage) == [2]
+    assert storage.info(aside_key(2, "a2")) is None
+
+
+def test_a_prune_brings_back_what_it_took_beside_a_rollback(tmp_path: Path) -> None:
+    storage = Watched(tmp_path)
+    saved(storage, 1, 2)
+    other = open_storage(tmp_path)
+    storage.before = lambda deleted: rollback(other, 1) if deleted == [root_key(1)] else None
+    assert prune(storage, LAST).deleted == []
+    assert committed_steps(storage) == [1]
+    assert restored_value(storage, 1, LAYOUT) == 1
+
+
 def test_a_step_that_is_missing_or_damaged_is_not_gone_back_to() -> None:
     storage = saved(MemoryStorage(), 1, 2, 3)
     with pytest.raises(UserError, match="holds no committed step 7"):

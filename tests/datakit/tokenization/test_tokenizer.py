@@ -89,9 +89,13 @@ def test_a_text_at_which_tokenizers_gives_up_is_named(tokenizer_path: str, tmp_p
     assert chosen.encode_batch(["fine"]).num_by_reference == 0
 
 
+PANICS = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "##"}}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
+        ("t.json", json.dumps(PANICS).encode(), "cannot be read as a tokenizers tokenizer"),  # a panic of Rust
         ("t.json", b"{}", "cannot be read as a tokenizers tokenizer"),
         ("t.json", b"\xff", "cannot be read as a tokenizers tokenizer"),
         ("t.model", b"nothing", "cannot be read as a sentencepiece tokenizer"),
