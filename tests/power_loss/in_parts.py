@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)}; all without one")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--random", type=int, default=20, help="states at random of each moment")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     parts, names = Parts(arguments.folder, time.monotonic() + 60 * arguments.minutes), arguments.names or [*PROGRAMS]
     while not parts.is_over:
         parts.go_on(names[parts.results.parts % len(names)], arguments.random)

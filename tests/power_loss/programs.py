@@ -211,11 +211,12 @@ def store_fault(folder: Path, promises: Sequence[str]) -> str:
     return ""
 
 
-FOUR = ParallelLayout(tp=2, pp=2)
+FOUR, EIGHT = ParallelLayout(tp=2, pp=2), ParallelLayout(tp=4, pp=2)
 RUN, COPIES = ("run",), ("run", "copies")
 PROGRAMS = {
     "save": Program(save_as(LAYOUT), step_fault, is_repeatable=False),
     "four writers": Program(save_as(FOUR), partial(step_fault, layout=FOUR), is_repeatable=False),
+    "eight writers": Program(save_as(EIGHT), partial(step_fault, layout=EIGHT), is_repeatable=False),
     "checkpointer": Program(save_in_the_background, newest_fault, is_repeatable=False),
     "prune": Program(pruned, step_fault, saved(1, 2, 3), ("whole 3",), runs=RUN),
     "remove": Program(removed, step_fault, saved(1, 2, 3), ("whole 1", "whole 3"), is_repeatable=False),

@@ -18,7 +18,7 @@ pytestmark = [needs_strace, pytest.mark.slow, pytest.mark.ci]
 
 def part(folder: Path, minutes: float) -> dict[str, Any]:
     """Go on with the results of a folder and return them."""
-    command = [sys.executable, "-m", "tests.power_loss.in_parts", folder, "store", f"--minutes={minutes}"]
+    command = [sys.executable, "-m", "tests.power_loss.in_parts", folder, "--minutes", str(minutes), "store"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return dict(json.loads((folder / "results.json").read_text()))
 

@@ -12,7 +12,7 @@ from tests.support.strace import needs_strace
 from tools.power_loss.states import MODELS
 
 NUM_RANDOM = int(os.environ.get("POWER_LOSS_STATES", "3"))  # of each moment, besides those with one change lost or kept
-QUICK, LONG = ("save", "store"), ("preprocess", "tiers", "two jobs")
+QUICK, LONG = ("save", "store"), ("eight writers", "preprocess", "tiers", "two jobs")
 
 
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
