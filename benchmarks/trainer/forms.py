@@ -12,13 +12,14 @@ import statistics
 from typing import get_args, get_type_hints
 
 import torch
-from step import configured, engine_and_batch, seconds
+from step import configured, engine_and_batch
 
 from benchmarks.record import add_option
 from threefold.cli import Parser, run
 from threefold.errors import UserError
 from threefold.options import FlagText
 from trainer.config import OpsConfig
+from trainer.run.stage_times import step_times
 
 SAMPLES = {"1b": 8, "350m": 32}  # a step, in one micro-batch
 WARMUP_STEPS, STEPS = 3, 6
@@ -45,7 +46,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
             for op, form in [("all", "csrc"), *forms(model)]:
                 engine.choices.forms = OpsConfig() if op == "all" else dataclasses.replace(OpsConfig(), **{op: form})
                 try:
-                    found = seconds(engine, batch, WARMUP_STEPS + STEPS)[WARMUP_STEPS - 1 :]
+                    found = step_times(engine, batch, WARMUP_STEPS + STEPS)[WARMUP_STEPS - 1 :]
                 except (UserError, RuntimeError) as error:
                     found = []
                     print(f"{model}: {op} {form} does not run: {str(error).splitlines()[0]}")

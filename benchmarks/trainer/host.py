@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from step import configured, engine_and_batch, seconds
+from step import configured, engine_and_batch
 
 from benchmarks.record import add_option
 from threefold.cli import Parser, run
@@ -33,6 +33,7 @@ from trainer.mesh import clock
 from trainer.model.microbatch import Batch
 from trainer.observe.kernels import idle_ms, kernels_of, kind_of, table
 from trainer.run.environment import ranks_of
+from trainer.run.stage_times import step_times
 
 WARMUP_STEPS, SHOWN = 3, 40
 
@@ -55,13 +56,13 @@ def benchmark(arguments: argparse.Namespace) -> int:
     config = configured(arguments.model, settings_of(arguments), world_size())
     with ranks_of(config) as ranks:
         engine, batch = engine_and_batch(config, ranks)
-        seconds(engine, batch, WARMUP_STEPS)
+        step_times(engine, batch, WARMUP_STEPS)
         for threads in arguments.threads:
             if threads:
                 torch.set_num_threads(threads)
             for way in arguments.clock:
                 with moments(is_on=way == "on"):
-                    step = statistics.median(seconds(engine, batch, arguments.steps))
+                    step = statistics.median(step_times(engine, batch, arguments.steps))
                     enqueue = statistics.median(enqueues(engine, batch, arguments.steps))
                 if ranks.rank == 0:
                     print(f"{torch.get_num_threads()} threads, clock {way}: step {1e3 * step:.1f} ms, ", end="")

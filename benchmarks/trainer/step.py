@@ -13,9 +13,7 @@ browser's trace viewer. For a peer, run it on the same GPU before and after.
 import argparse
 import gc
 import statistics
-import time
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -34,6 +32,7 @@ from trainer.model import router
 from trainer.model.microbatch import Batch
 from trainer.observe.kernels import table
 from trainer.run.environment import ranks_of
+from trainer.run.stage_times import step_times
 
 HERE = Path(__file__).parent
 WARMUP_STEPS = 4
@@ -63,7 +62,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
         router.best = partial(fixed, share=share / ep, num_first=config.model.num_experts // ep)
     with ranks_of(config) as ranks:
         engine, batch = engine_and_batch(config, ranks)
-        median = statistics.median(seconds(engine, batch, arguments.steps)[WARMUP_STEPS:])
+        median = statistics.median(step_times(engine, batch, arguments.steps)[WARMUP_STEPS:])
         on_gpu = ranks.device.type == "cuda"
         kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
         with torch.profiler.profile(activities=[kind]) as profile:
@@ -105,18 +104,6 @@ def engine_and_batch(config: Config, ranks: Ranks | None = None) -> tuple[Engine
     positions = torch.arange(shape[2], device=device).expand(shape).contiguous()
     mask = torch.ones(shape, device=device)
     return engine, Batch(rows[..., :-1].contiguous(), rows[..., 1:].contiguous(), positions, mask, 0)
-
-
-def seconds(engine: Engine, batch: Batch, num_steps: int) -> list[float]:
-    """Return the seconds between the ends of so many steps and one more."""
-    ends, running = [], engine.start_step(0, batch)
-    for step in range(1, num_steps + 1):  # as the training loop reads them: while the next one runs
-        following = engine.start_step(step, batch)
-        running.read()
-        ends.append(time.perf_counter())
-        running = following
-    running.read()
-    return [end - begin for begin, end in pairwise(ends)]
 
 
 def fixed(scores_TE: torch.Tensor, k: int, *, share: float, num_first: int) -> torch.Tensor:

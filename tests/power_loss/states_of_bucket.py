@@ -14,8 +14,8 @@ LISTINGS = ("list", "list_keys")
 class Fault:
     """One request is killed with its program, refused, lost (served without an answer), served late, or stale.
 
-    `after`: so many requests later it lands, or so many of the last keys a listing does not show. With `is_final` a
-    refusal is one that nobody tries again after, and what got no answer gets none however often it is asked.
+    `after` is the number of requests before a late one is served, or of the last keys that a stale listing leaves out.
+    With `is_final` a refused request is not tried again, and a lost one gets no answer however often it is repeated.
     """
 
     kind: str

@@ -29,7 +29,7 @@ from trainer.model.microbatch import Batch
 from trainer.plan.calibration import UNITS, Calibration, PartRate
 from trainer.plan.probes import OF_CPU, OF_GPU, Probe, Scale, probes
 from trainer.run.bench_comm import rows_of_groups
-from trainer.run.stage_times import stage_times
+from trainer.run.stage_times import stage_times, step_times
 
 LAUNCHES, REPEATS, NUM_STEPS = 2000, 10, 15
 FEW_LAYERS, MORE_LAYERS, FEW_MICRO_BATCHES, MORE_MICRO_BATCHES = 2, 10, 2, 10
@@ -163,7 +163,7 @@ def host_config(num_layers: int, num_micro_batches: int, device: torch.device) -
 
 
 def step_s(config: Config, device: torch.device) -> float:
-    """Return the median seconds of a step of one rank, begun as a run does: while the one before it is under way."""
+    """Return the median seconds of a step of one rank."""
     engine = Engine(config, mesh_of(config, 0, device))
     engine.initialise()
     engine.choose_ops({}, by_timing=False)
@@ -172,12 +172,6 @@ def step_s(config: Config, device: torch.device) -> float:
     batch = Batch(
         tokens, tokens, torch.arange(shape[2], device=device).expand(shape), torch.ones(shape, device=device), 0
     )
-    ends, running = [], engine.start_step(0, batch)
-    for step in range(1, NUM_STEPS + 1):
-        following = engine.start_step(step, batch)
-        running.read()
-        ends.append(time.perf_counter())
-        running = following
-    running.read()
+    times = step_times(engine, batch, NUM_STEPS)
     engine.close()
-    return statistics.median([end - begin for begin, end in pairwise(ends)][NUM_STEPS // 3 :])
+    return statistics.median(times[NUM_STEPS // 3 :])

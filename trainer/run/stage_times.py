@@ -4,6 +4,7 @@ Collectives carry nothing, so with tp > 1 the times are those of a rank's arithm
 """
 
 import statistics
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from trainer.engine import Engine
 from trainer.linear.weight import make
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
-from trainer.model.microbatch import DropoutKey, MicroBatch
+from trainer.model.microbatch import Batch, DropoutKey, MicroBatch
 from trainer.ops.dtypes import wide_dtype
 
 NUM_WARMUP, NUM_TIMED = 2, 5
@@ -54,6 +55,18 @@ def stage_times(config: Config, device: torch.device) -> dict[tuple[str, int], f
             for kind, times in zip(("F", "B", "W"), zip(*runs[NUM_WARMUP:], strict=True), strict=True):
                 found[kind, stage] = statistics.median(times)
     return found
+
+
+def step_times(engine: Engine, batch: Batch, num_steps: int) -> list[float]:
+    """Return the seconds between the ends of so many steps and one more; each is read while the next one runs."""
+    ends, running = [], engine.start_step(0, batch)
+    for step in range(1, num_steps + 1):
+        following = engine.start_step(step, batch)
+        running.read()
+        ends.append(time.perf_counter())
+        running = following
+    running.read()
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def random_batch(engine: Engine) -> MicroBatch:
