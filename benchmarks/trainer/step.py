@@ -31,7 +31,7 @@ from trainer.mesh.mesh import mesh_of
 from trainer.model import router
 from trainer.model.microbatch import Batch
 from trainer.observe.kernels import table
-from trainer.run.environment import ranks_of
+from trainer.run.environment import make_deterministic, ranks_of
 from trainer.run.stage_times import step_times
 
 HERE = Path(__file__).parent
@@ -60,6 +60,8 @@ def benchmark(arguments: argparse.Namespace) -> int:
     elif arguments.routes:
         ep, share = config.parallel.ep, 1.45 if arguments.routes == "uneven" else 1.0
         router.best = partial(fixed, share=share / ep, num_first=config.model.num_experts // ep)
+    if config.train.deterministic:
+        make_deterministic()
     with ranks_of(config) as ranks:
         engine, batch = engine_and_batch(config, ranks)
         median = statistics.median(step_times(engine, batch, arguments.steps)[WARMUP_STEPS:])
@@ -97,7 +99,7 @@ def engine_and_batch(config: Config, ranks: Ranks | None = None) -> tuple[Engine
     if ranks is not None:
         ranks.before_end.append(engine.close)
     engine.initialise()
-    engine.choose_ops({}, by_timing=device.type == "cuda")
+    engine.choose_ops({}, by_timing=device.type == "cuda" and not config.train.deterministic)
     gc.freeze()  # a run leaves what its imports made out of its collections of garbage
     shape = config.train.gradient_accumulation_steps, config.train.micro_batch_size, config.train.seq_length
     rows = torch.randint(config.model.vocab_size, (*shape[:2], shape[2] + 1), device=device)

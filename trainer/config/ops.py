@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from threefold.options import Fault
 from trainer.config import Config
 from trainer.config.resolve import layer_windows
-from trainer.config.train import ALIBI, NO_WINDOW
+from trainer.config.train import ALIBI, NO_WINDOW, NOT_REPEATING
 
 
 def op_faults(config: Config) -> Iterator[Fault]:
@@ -21,6 +21,9 @@ def op_faults(config: Config) -> Iterator[Fault]:
     if config.model.position == "alibi" and ops.attention not in ("auto", *ALIBI):
         text = f"ops.attention {ops.attention} has no ALiBi, and model.position is alibi: --ops.attention reference, "
         yield {"ops.attention", "model.position"}, f"{text}or on GPUs --ops.attention flash-2"
+    if config.train.deterministic and ops.attention in NOT_REPEATING:
+        text = f"ops.attention {ops.attention} does not repeat its bits, and train.deterministic asks for that: "
+        yield {"ops.attention", "train.deterministic"}, f"{text}--ops.attention auto"
     if ops.attention in NO_WINDOW and any(layer_windows(config)):
         text = f"ops.attention {ops.attention} has no window, and model.window is {config.model.window}: "
         yield (

@@ -141,10 +141,20 @@ class TrainConfig(StepConfig):
 
 
 AttentionName = Literal[
-    "auto", "sdpa-cpu", "sdpa-flash", "flash-2", "flash-3", "flash-4", "sdpa-cudnn", "sdpa-efficient", "reference"
+    "auto",
+    "sdpa-cpu",
+    "sdpa-flash",
+    "flash-2",
+    "flash-3",
+    "flash-4",
+    "sdpa-cudnn",
+    "sdpa-cudnn-flash",
+    "sdpa-efficient",
+    "reference",
 ]
 ALIBI = ("reference", "flash-2")  # backends that have it
-NO_WINDOW = ("sdpa-cpu", "flash-3", "sdpa-cudnn", "sdpa-efficient")  # of these backends
+NO_WINDOW = ("sdpa-cpu", "flash-3", "sdpa-cudnn", "sdpa-cudnn-flash", "sdpa-efficient")  # of these backends
+NOT_REPEATING = ("flash-3", "sdpa-cudnn")  # those whose bits differ between two runs
 
 
 @dataclass(frozen=True, slots=True)

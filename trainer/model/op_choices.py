@@ -13,7 +13,7 @@ from trainer.config.resolve import gathers_keys, layer_windows, longest_row
 from trainer.linear.grouped import gradient_kernels
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops import native
-from trainer.ops.attention.choose import BACKENDS, backend_named, choose
+from trainer.ops.attention.choose import BACKENDS, REPEATING, backend_named, choose
 from trainer.ops.attention.seam import Backend, Mask
 from trainer.ops.forms import package
 from trainer.parallel import expert_parts, token_parts
@@ -139,9 +139,9 @@ def choose_attention(
             if refusal is not None:
                 raise UserError(f"ops.attention {named}: {refusal}", hint="--ops.attention auto")
         return {mask.kind: backend for mask in masks}
-    names = []
+    names, backends = [], [each for each in BACKENDS if each.name in REPEATING or not config.train.deterministic]
     for mask in masks:
-        usable = [backend.name for backend in BACKENDS if backend.refusal(q_TNH, k_TKH, mask) is None]
+        usable = [backend.name for backend in backends if backend.refusal(q_TNH, k_TKH, mask) is None]
         name = recorded.get(_op(mask.kind))
         names.append(name if name in usable else choose(q_TNH, k_TKH, mask, deterministic=not by_timing))
     numbers = torch.tensor([BACKENDS.index(backend_named(name)) for name in names], device=mesh.device)

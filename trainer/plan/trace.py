@@ -176,7 +176,6 @@ class Shapes:
     """The attention of tensors that have only shapes."""
 
     name = "shapes"
-    is_deterministic = True
     drops_weights = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:

@@ -11,10 +11,11 @@ from ckptkit.model.layout import ParallelLayout
 from datakit import MixtureConfig
 from tests.trainer.support.parity import config_for, make_engine, small
 from threefold.errors import UserError
-from trainer.config.train import NO_WINDOW
+from trainer.config.train import NO_WINDOW, NOT_REPEATING
 from trainer.mesh.mesh import mesh_of
 from trainer.model import op_choices
-from trainer.ops.attention.choose import BACKENDS
+from trainer.ops.attention.choose import BACKENDS, REPEATING
+from trainer.ops.attention.sdpa import Cudnn
 from trainer.ops.attention.seam import Mask
 from trainer.run.stage_times import Nobody
 
@@ -115,3 +116,19 @@ def test_which_backends_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
         if "window" in str(backend.refusal(q, q, mask)):
             without.add(backend.name)
     assert without == set(NO_WINDOW)
+
+
+def test_which_backends_repeat_their_bits() -> None:
+    assert {*NOT_REPEATING, *REPEATING} == {backend.name for backend in BACKENDS}
+    assert not {*NOT_REPEATING} & {*REPEATING}
+
+
+def test_a_deterministic_resume_leaves_a_recorded_backend_that_does_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(config_for("llama", ParallelLayout()))
+    monkeypatch.setattr(Cudnn, "refusal", lambda *_: None)
+    engine = make_engine(0, config)
+    engine.choose_ops({"attention": "sdpa-cudnn"}, by_timing=False)
+    assert engine.choices.names == {"attention": "sdpa-cudnn"}
+    engine = make_engine(0, replace(config, train=replace(config.train, deterministic=True)))
+    engine.choose_ops({"attention": "sdpa-cudnn"}, by_timing=False)
+    assert engine.choices.names == {"attention": "sdpa-cpu"}

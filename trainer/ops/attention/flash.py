@@ -21,7 +21,6 @@ class Flash2:
     """Version 2: every mask, ALiBi included; deterministic where torch's algorithms are asked to be."""
 
     name = "flash-2"
-    is_deterministic = True
     drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
@@ -55,7 +54,6 @@ class Flash3:
     """Version 3, for Hopper: causal rows and documents."""
 
     name = "flash-3"
-    is_deterministic = False
     drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
@@ -89,7 +87,6 @@ class Flash4:
     """
 
     name = "flash-4"
-    is_deterministic = True
     drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:

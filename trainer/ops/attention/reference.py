@@ -20,7 +20,6 @@ class Reference:
     """The backend that takes everything."""
 
     name = "reference"
-    is_deterministic = True
     drops_weights = True
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:

@@ -32,7 +32,6 @@ class CpuFlash:
     """
 
     name = "sdpa-cpu"
-    is_deterministic = True
     drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
@@ -64,7 +63,6 @@ class CudaFlash:
     """FlashAttention-2 as torch carries it; documents of unequal length and a window too."""
 
     name = "sdpa-flash"
-    is_deterministic = True
     drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
@@ -95,7 +93,6 @@ class Cudnn:
     """cuDNN's kernels, which are the fastest of torch's on Hopper; torch calls their backward non-deterministic."""
 
     name = "sdpa-cudnn"
-    is_deterministic = False
     drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
@@ -120,11 +117,26 @@ class Cudnn:
         return _tokens(dq), _tokens(dk), _tokens(dv)
 
 
+class CudnnFlash:
+    """cuDNN's forward, which is faster and repeats its bits, and FlashAttention-2's backward, which can repeat them."""
+
+    name = "sdpa-cudnn-flash"
+    drops_weights = False
+
+    def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
+        return Cudnn().refusal(q_TNH, k_UKH, mask) or CudaFlash().refusal(q_TNH, k_UKH, mask)
+
+    def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        return Cudnn().forward(q_TNH, k_UKH, v_UKH, mask)
+
+    def backward(self, dout_TNH: Tensor, saved: Saved, mask: Mask) -> Gradients:
+        return CudaFlash().backward(dout_TNH, saved, mask)
+
+
 class Efficient:
     """CUTLASS's kernels, the ones of torch for float32 on CUDA; shared key-value heads are repeated for them."""
 
     name = "sdpa-efficient"
-    is_deterministic = False
     drops_weights = False
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:

@@ -78,7 +78,6 @@ class Backend(Protocol):
     """One way to compute attention; shapes as in `attention`."""
 
     name: str
-    is_deterministic: bool  # with torch.use_deterministic_algorithms
     drops_weights: bool  # of masks with a dropout
 
     def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
