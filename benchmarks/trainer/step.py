@@ -27,7 +27,7 @@ from trainer.config import Config
 from trainer.config.walk import load_config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
-from trainer.mesh.mesh import mesh_of
+from trainer.mesh.mesh import ProcessMesh, mesh_of
 from trainer.model import router
 from trainer.model.microbatch import Batch
 from trainer.observe.kernels import table
@@ -101,11 +101,17 @@ def engine_and_batch(config: Config, ranks: Ranks | None = None) -> tuple[Engine
     engine.initialise()
     engine.choose_ops({}, by_timing=device.type == "cuda" and not config.train.deterministic)
     gc.freeze()  # a run leaves what its imports made out of its collections of garbage
+    return engine, random_batch(config, engine.mesh)
+
+
+def random_batch(config: Config, mesh: ProcessMesh) -> Batch:
+    """Return random tokens for a step, the same on ranks that share samples: or sums of embeddings would lack rows."""
     shape = config.train.gradient_accumulation_steps, config.train.micro_batch_size, config.train.seq_length
-    rows = torch.randint(config.model.vocab_size, (*shape[:2], shape[2] + 1), device=device)
-    positions = torch.arange(shape[2], device=device).expand(shape).contiguous()
-    mask = torch.ones(shape, device=device)
-    return engine, Batch(rows[..., :-1].contiguous(), rows[..., 1:].contiguous(), positions, mask, 0)
+    chance = torch.Generator(mesh.device).manual_seed(mesh.dp.index)
+    rows = torch.randint(config.model.vocab_size, (*shape[:2], shape[2] + 1), generator=chance, device=mesh.device)
+    positions = torch.arange(shape[2], device=mesh.device).expand(shape).contiguous()
+    mask = torch.ones(shape, device=mesh.device)
+    return Batch(rows[..., :-1].contiguous(), rows[..., 1:].contiguous(), positions, mask, 0)
 
 
 def fixed(scores_TE: torch.Tensor, k: int, *, share: float, num_first: int) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 Each part travels beside the products of another. But products of fewer rows are slower, and more of them take the host
 longer to enqueue, so that small micro-batches lose by it. So forward and backward of one layer's cut linears are timed,
-on as many tokens as the run's micro-batches have. More parts are taken only for a gain above the noise, and none of
-fewer than MIN_ROWS rows: on two H200 parts of 1,024 rows gave gradients that are no numbers.
+on as many tokens as the run's micro-batches have. More parts are taken only for a gain above the noise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,6 @@ from trainer.ops.timing import median_seconds, slowest_seconds
 from trainer.parallel.tensor import TensorParallel
 
 NAME, TIMED = "token-parts", (1, 2, 4)  # under which a run records the number; which numbers are timed
-MIN_ROWS = 4096  # of a rank, in a part that is timed
 GAIN = 0.02  # by which share of the time more parts must be faster
 
 
@@ -39,40 +37,26 @@ def choose_token_parts(
     known = recorded.get(NAME, "")
     if number := config.parallel.tp_overlap_parts or (int(known) if known.isdecimal() else 0):
         return number
-    numbers = timed_numbers(num_tokens(config, mesh) // mesh.tp.size)
-    if not by_timing or mesh.device.type != "cuda" or len(numbers) == 1:
-        return 1
-    return fastest_parts(config, mesh, dtype, numbers)
+    return fastest_parts(config, mesh, dtype) if by_timing and mesh.device.type == "cuda" else 1
 
 
 def fastest_parts(
     config: Config,
     mesh: ProcessMesh,
     dtype: torch.dtype,
-    numbers: Sequence[int] = TIMED,
     seconds_of: Callable[[Callable[[], object]], float] = median_seconds,
 ) -> int:
-    """Return which of the numbers, the first of TIMED, the slowest rank is fastest with; all ranks call it."""
-    return fewest_that_win(slowest_seconds(_CutLinears(config, mesh, dtype).passes, numbers, mesh, seconds_of))
-
-
-def num_tokens(config: Config, mesh: ProcessMesh) -> int:
-    """Return how many tokens of a micro-batch the ranks of tp have together."""
-    return config.train.micro_batch_size * longest_row(config) // mesh.cp.size
-
-
-def timed_numbers(num_rows: int) -> list[int]:
-    """Return which numbers are timed for so many rows of each rank: 8,192 are timed as 1 part and as 2."""
-    return [number for number in TIMED if number == 1 or num_rows >= number * MIN_ROWS]
+    """Return which of the timed numbers the slowest rank is fastest with; all ranks call it."""
+    return fewest_that_win(slowest_seconds(_CutLinears(config, mesh, dtype).passes, TIMED, mesh, seconds_of))
 
 
 def fewest_that_win(seconds: Sequence[float]) -> int:
-    """Return the number to take, from the seconds of the first of TIMED.
+    """Return the number to take, from the seconds of each of TIMED.
 
     For example 100, 99 and 97 ms of 1, 2 and 4 parts: 2 gain less than they must over 1, so it is 4.
     """
     taken, least = TIMED[0], seconds[0]
-    for number, each_s in zip(TIMED[1 : len(seconds)], seconds[1:], strict=True):
+    for number, each_s in zip(TIMED[1:], seconds[1:], strict=True):
         if each_s <= least * (1 - GAIN):
             taken, least = number, each_s
     return taken
@@ -84,7 +68,7 @@ class _CutLinears:
     def __init__(self, config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> None:
         self._num_parts, device = 1, mesh.device
         self.tensor = TensorParallel(mesh.tp, cuts_tokens=True, num_parts=lambda: self._num_parts)
-        num_rows = num_tokens(config, mesh)
+        num_rows = config.train.micro_batch_size * longest_row(config) // mesh.cp.size
         self.columns, self.rows = list[tuple[torch.Tensor, Weight]](), list[tuple[torch.Tensor, Weight]]()
         for place, group in enumerate(linears_of(config, config.model.num_layers - 1)):
             is_column = place % 2 == 0  # q, k and v are one matrix, as are gate and up: a row-cut one comes after each

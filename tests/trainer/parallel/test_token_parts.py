@@ -12,7 +12,7 @@ from tests.trainer.support.parity import config_for, local_batch, make_engine, s
 from trainer.config import Config, Fp8Config
 from trainer.linear import linear
 from trainer.mesh.group import Network
-from trainer.parallel.token_parts import TIMED, _CutLinears, fastest_parts, fewest_that_win, timed_numbers
+from trainer.parallel.token_parts import TIMED, _CutLinears, fastest_parts, fewest_that_win
 from trainer.verify.threads import run_threads
 
 TP2 = ParallelLayout(tp=2)
@@ -85,16 +85,10 @@ def test_layers_take_the_number_that_was_chosen_after_them(monkeypatch: pytest.M
         ((100, 97, 96), 2),
         ((100, 90, 120), 2),
         ((100, 130, 200), 1),
-        ((100, 90), 2),
     ],
 )
 def test_more_parts_are_taken_for_a_gain_above_noise(seconds: tuple[float, ...], expected: int) -> None:
     assert fewest_that_win(seconds) == expected
-
-
-@pytest.mark.parametrize(("num_rows", "expected"), [(4096, [1]), (8191, [1]), (8192, [1, 2]), (16384, [1, 2, 4])])
-def test_parts_of_few_rows_are_not_timed(num_rows: int, expected: list[int]) -> None:
-    assert timed_numbers(num_rows) == expected
 
 
 def test_all_ranks_take_what_is_fastest_on_the_slowest() -> None:
@@ -108,7 +102,7 @@ def test_all_ranks_take_what_is_fastest_on_the_slowest() -> None:
             call()
             return planted[rank][next(numbers)]
 
-        return fastest_parts(engine.config, engine.mesh, engine.dtype, seconds_of=seconds_of)
+        return fastest_parts(engine.config, engine.mesh, engine.dtype, seconds_of)
 
     assert run_threads(2, timed, with_parts(0)) == [4, 4]
 
