@@ -124,7 +124,7 @@ class Engine:
         if self.graph is None:
             loss, squares = self._passes(step, batch, scale)
         else:  # which waits for nothing outside of it
-            self.store.join()
+            self.store.rest()
             loss, squares = self.graph.run(step, batch, scale)
         # each tensor-parallel rank of the last stage has its data-parallel share of the loss
         share = loss if mesh.coords.tp == 0 else torch.zeros_like(loss)
@@ -149,7 +149,10 @@ class Engine:
             lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum() * scale(),
         )
         self.pipeline.note("U", 0, 0)
-        return loss, self.store.finish_reduce()
+        squares = self.store.finish_reduce()
+        if self.graph is not None:  # nor does anything outside wait for what is in it
+            self.store.rest()
+        return loss, squares
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch) -> tuple[float, ...]:

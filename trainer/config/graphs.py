@@ -20,7 +20,6 @@ def graph_faults(config: Config) -> Iterator[Fault]:
             config.parallel.grad_reduce == "int8",
         ),
         "model.num_experts": ("repeats steps whose rows do not fit", model.num_experts > 0),
-        "parallel.cp": ("exchanges keys in each attention, which no graph has", config.parallel.cp > 1),
         "data.document_mask": ("has other bounds in each step", data.document_mask),
         "data.packing": ("puts documents in rows, with other bounds in each step", data.packing != "concat"),
         "data.mixture": (
@@ -38,7 +37,3 @@ def graph_faults(config: Config) -> Iterator[Fault]:
     for name, (reason, is_so) in reasons.items():
         if is_so:
             yield {name, "train.cuda_graphs"}, f"{name} {reason}: leave train.cuda_graphs out"
-    parallel = config.parallel
-    if parallel.zero_stage > 1 and parallel.dp * parallel.cp > 1:
-        text = f"parallel.zero_stage {parallel.zero_stage} gathers and sums in each pass, which no graph has: "
-        yield {"parallel.zero_stage", "train.cuda_graphs"}, f"{text}--zero-stage 1, or leave train.cuda_graphs out"

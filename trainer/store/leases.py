@@ -51,6 +51,11 @@ class Leases:
         for lease in self._all:
             self._free[len(lease.memory)].append(lease)
 
+    def settle(self) -> None:
+        """Wait for what is under way with any; on CUDA the current stream waits, not the host."""
+        for lease in self._all:
+            lease.settle()
+
     def forget(self) -> None:
         """Let no tenant find its content again: it is out of date."""
         for lease in self._all:

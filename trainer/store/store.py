@@ -249,7 +249,6 @@ class ParameterStore:
                     bucket.start_gather()
             for bucket in self.buckets:
                 bucket.start_inner_gather()
-        self.parameter_leases.forget()
         self.expire()
         if not self.options.overlaps_gather:
             self.join()
@@ -258,6 +257,12 @@ class ParameterStore:
         """Wait until all state is up to date; on CUDA the current stream waits, not the host."""
         for bucket in self.buckets:
             bucket.arrive()
+
+    def rest(self) -> None:
+        """Wait as `join`, and for what was gathered ahead and sums of passes: then nothing is under way here."""
+        self.join()
+        for leases in (self.parameter_leases, self.gradient_leases):
+            leases.settle()
 
     def join_masters(self) -> None:
         """Put split masters together where the gradients are, for a save; without them, only wait as `join`.
@@ -288,12 +293,12 @@ class ParameterStore:
         for bucket in self.buckets:
             bucket.publish_masters()
             bucket.start_gather()
-        self.parameter_leases.forget()
         self.expire()
         self.join()
 
     def expire(self) -> None:
-        """Let what was made of the values before be out of date."""
+        """Let what was made of the values before, or gathered of them, be out of date."""
+        self.parameter_leases.forget()
         for weight in self.weights:
             weight.epoch += 1
 

@@ -14,10 +14,13 @@ from tests.trainer.support.ranks import run_ranks
 from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.engine import Engine
+from trainer.mesh.group import Network
 from trainer.pipeline import graph
 from trainer.pipeline.graph import Capture, PassGraph, Results, record_on_gpu
+from trainer.store.residence import Residence
 from trainer.store.store import ParameterStore
 from trainer.verify.replay import run_again
+from trainer.verify.threads import run_threads
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 NUM_STEPS = 6
@@ -106,12 +109,35 @@ def test_what_a_step_decides_by_itself_is_refused(changed: dict[str, dict[str, A
     assert any(text in reason and "train.cuda_graphs" in names for names, reason in faults)
 
 
-def test_a_cpu_and_gradients_that_are_cut_are_refused() -> None:
+def test_a_cpu_is_refused() -> None:
     config = plain(cuda_graphs=True, device="auto")
     assert not cross_faults(config, 1)
     assert cross_faults(replace(config, train=replace(config.train, device="cpu")), 1)
-    cut = replace(config, parallel=replace(config.parallel, dp=2, zero_stage=2))
-    assert any("parallel.zero_stage 2 gathers and sums" in reason for _, reason in cross_faults(cut, 2))
+
+
+@pytest.mark.usefixtures("leases_with_content")
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_recording_finds_nothing_under_way_and_gathers_all(zero_stage: int) -> None:
+    def passes_and_graph(rank: int, *, network: Network) -> list[dict[str, Any]]:
+        runs = [trained(make_engine(rank, config, network=network), config)]
+        engine = make_engine(rank, config, network=network)
+        leases = engine.store.parameter_leases._all + engine.store.gradient_leases._all
+        assert leases
+
+        def record(run: Callable[[], Results]) -> Capture:
+            assert not any(lease.pending for lease in leases)
+            assert not any(isinstance(lease.tenant, Residence) for lease in engine.store.parameter_leases._all)
+            run()
+            assert not any(lease.pending for lease in leases)
+            return run_again(run)
+
+        engine.graph = PassGraph(engine._passes, engine.store.expire, record)
+        return [*runs, trained(engine, config)]
+
+    config = small(config_for("llama", ParallelLayout.parse("dp2"), zero_stage=zero_stage))
+    config = replace(config, parallel=replace(config.parallel, zero_whole_kib=0))
+    for passes, one_graph in run_threads(2, passes_and_graph):
+        assert_same(passes, one_graph)
 
 
 CONFIGS = {
@@ -165,6 +191,10 @@ def graph_and_passes(rank: int, config: Config) -> list[dict[str, Any]]:
         ("pp2", {"schedule": "zb-h1"}),
         ("pp2-virtual2", {}),
         ("dp2", {}),
+        ("dp2", {"zero_stage": 2, "zero_whole_kib": 0}),
+        ("dp2", {"zero_stage": 3, "zero_whole_kib": 0}),
+        ("cp2", {}),
+        ("cp2", {"cp_method": "allgather"}),
     ],
 )
 def test_a_graph_of_two_gpus_has_the_bits_of_its_passes(layout: str, parallel: dict[str, Any]) -> None:
