@@ -16,8 +16,7 @@ from trainer.config.resolve import settled
 from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
 from trainer.ops.rope import rotary_frequencies
-from trainer.store.lr import learning_rate
-from trainer.verify.plain_optimizers import plain_optimizers
+from trainer.verify.plain_optimizers import plain_optimizers, plain_rate
 
 State = dict[str, Tensor]
 Drop = Callable[..., Tensor]
@@ -68,7 +67,7 @@ def train(
     optimizers = plain_optimizers(optim, state)
     for step, batch in enumerate(batches):
         for param_group in [group for optimizer in optimizers for group in optimizer.param_groups]:
-            param_group["lr"] = learning_rate(optim, step) * param_group["factor"]
+            param_group["lr"] = plain_rate(optim, step) * param_group["factor"]
         mask = batch.loss_mask.flatten(0, 1)
 
         def drop(x: Tensor, *, layer: int, site: int, step: int = step, first: int = batch.first_sample) -> Tensor:
