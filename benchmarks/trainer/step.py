@@ -7,7 +7,7 @@ Every flag of `trainer train` that says what a step is may be added. Tokens are 
 read or saved. Of a model with experts `--routes` says where tokens go, in place of their scores: to all experts evenly,
 with 1.45 times the mean to those of the first rank of ep, or each token to the same ones. The step is the median after
 four; then one step is profiled, and the first rank's kernels are added by kind; `--trace` keeps its timeline for a
-browser's trace viewer. For a peer, run it on the same GPU before and after.
+browser's trace viewer. Memory is that of the fullest rank. For a peer, run it on the same GPU before and after.
 """
 
 import argparse
@@ -69,8 +69,9 @@ def benchmark(arguments: argparse.Namespace) -> int:
         kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
         with torch.profiler.profile(activities=[kind]) as profile:
             engine.train_step(arguments.steps + 1, batch)
+        sizes = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if on_gpu else (0, 0)
+        peak, reserved = ranks.maximum(list(sizes))
         if ranks.rank == 0:
-            peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if on_gpu else (0, 0)
             name = torch.cuda.get_device_name() if on_gpu else "CPU"
             layout, shape = engine.mesh.layout, batch.tokens.shape
             num_ranks = layout.tp * layout.cp * layout.pp

@@ -4,11 +4,14 @@ import ast
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools.mutants.sites import drawn, mutants_of
+from tools.mutants.reached import lines_reached
+from tools.mutants.sites import all_mutants, drawn, mutants_of
 from tools.mutants.try_mutants import PLACES, ROOT, in_a_fork
 
 SOURCE = '''"""A module."""
@@ -41,12 +44,36 @@ def test_each_change_is_one_expression() -> None:
 
 
 def test_a_seed_draws_the_same_mutants_and_all_are_programs() -> None:
-    mutants = drawn(ROOT, PLACES, 3, 40)
-    assert mutants == drawn(ROOT, PLACES, 3, 40)
-    assert mutants[:5] != drawn(ROOT, PLACES, 4, 5)
-    assert len({str(mutant) for mutant in mutants}) > 30
-    for mutant in mutants:
+    mutants = all_mutants(ROOT, PLACES)
+    lines = {(mutant.path, mutant.line) for mutant in mutants}
+    some = [drawn(mutants, lines, f"3 {number}", set()) for number in range(40)]
+    assert some == [drawn(mutants, lines, f"3 {number}", set()) for number in range(40)]
+    assert len({str(mutant) for mutant in some}) > 30
+    for mutant in some:
         ast.parse(mutant.source)
+
+
+def test_what_no_run_reaches_is_not_drawn(tmp_path: Path) -> None:
+    text = "def double(number):\n    if number < 0:\n        return number + number\n    return number * 2\n"
+    (tmp_path / "places").mkdir()
+    (tmp_path / "places" / "double.py").write_text(text)
+    (tmp_path / "beside.py").write_text(text)
+    names: dict[str, dict[str, Any]] = {"places/double.py": {}, "beside.py": {}}
+    for name, space in names.items():
+        exec(compile(text, tmp_path / name, "exec"), space)
+
+    def work() -> None:
+        thread = threading.Thread(target=names["places/double.py"]["double"], args=(1,))
+        thread.start()
+        thread.join()
+        names["beside.py"]["double"](1)
+
+    lines = lines_reached(work, tmp_path, ["places"])
+    assert lines == {("places/double.py", 1), ("places/double.py", 2), ("places/double.py", 4)}
+    mutants = all_mutants(tmp_path, ["places"])
+    assert {mutant.line for mutant in mutants} == {2, 3, 4}
+    known = {"places/double.py:2: number < 0 -> ((number) <= (0))"}
+    assert {drawn(mutants, lines, str(seed), known).line for seed in range(9)} == {4}
 
 
 def test_a_fork_that_ends_returns_nothing() -> None:

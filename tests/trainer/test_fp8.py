@@ -128,13 +128,13 @@ def test_products_on_a_gpu_are_those_of_the_values(recipe: str) -> None:
         x = gemm.take(x_TK[:num_rows], keeps=num_rows == 256)
         y_TN = gemm.forward(x)
         assert x.rows is not None
-        of_x, weight = x.rows.wide(torch.float64), gemm._of_epoch(columns=False)
+        of_x, weight = x.rows.wide(torch.float64), gemm.copy_of_weight(columns=False)
         assert weight is not None
         expected = of_x @ weight.wide(torch.float64).t()
         assert (y_TN.double() - expected).norm() <= 4e-3 * expected.norm()
     x, dy = gemm.take(x_TK, keeps=True), gemm.share(dy_TN)
     assert dy.rows is not None
-    transposed = gemm._of_epoch(columns=True)
+    transposed = gemm.copy_of_weight(columns=True)
     assert transposed is not None
     dx_TK, expected = gemm.dgrad(dy), dy.rows.wide(torch.float64) @ transposed.wide(torch.float64).t()
     assert (dx_TK.double() - expected).norm() <= 4e-3 * expected.norm()

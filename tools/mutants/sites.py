@@ -38,12 +38,16 @@ class Mutant:
         return f"{self.path}:{self.line}: {self.before} -> {self.after}"
 
 
-def drawn(root: Path, places: Sequence[str], seed: int, number: int) -> list[Mutant]:
-    """Return so many mutants of the files in some places, each once, in an order that follows from the seed."""
+def all_mutants(root: Path, places: Sequence[str]) -> list[Mutant]:
+    """Return all mutants of the files in some places."""
     paths = [root / place for place in places]
     files = sorted(file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py")))
-    mutants = [mutant for file in files for mutant in mutants_of(file.read_text(), str(file.relative_to(root)))]
-    return Random(seed).sample(mutants, min(number, len(mutants)))
+    return [mutant for file in files for mutant in mutants_of(file.read_text(), str(file.relative_to(root)))]
+
+
+def drawn(mutants: Sequence[Mutant], lines: set[tuple[str, int]], seed: str, known: set[str]) -> Mutant:
+    """Return a mutant of a line among some that is not known yet; which one follows from the seed."""
+    return Random(seed).choice([each for each in mutants if (each.path, each.line) in lines and str(each) not in known])
 
 
 def mutants_of(source: str, path: str) -> Iterator[Mutant]:

@@ -2,14 +2,16 @@
 
     python -m tools.mutants.try_mutants --seed 1 --number 200 --report mutants.json
 
-Each mutant is a process, forked before anything of the trainer is imported. One that changes no number of its run is
-equal; of the others those that no check finds survive. A report that is there goes on behind its last mutant.
+A mutant is of a line that its run reaches. Each is a process, forked before anything of the trainer is imported. One
+that changes no number of its run is equal; of the others those that no check finds survive. A report that is there goes
+on behind its last mutant.
 """
 
 import argparse
 import importlib.abc
 import importlib.util
 import json
+import math
 import os
 import pickle
 import select
@@ -24,7 +26,8 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from tools.mutants.sites import Mutant, drawn
+from tools.mutants.reached import Line, lines_reached
+from tools.mutants.sites import Mutant, all_mutants, drawn
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("parallel", "store", "pipeline", "model", "linear", "engine.py")
@@ -119,37 +122,54 @@ def names_of_runs() -> list[str]:
     return [name for name, fault in FAULTS.items() if fault.fp8.recipe == "off"]
 
 
-def numbers_of(name: str, mutant: Mutant | None, baseline: Any = None) -> tuple[str, str, Any]:
-    """Return the state of a mutant in a run, the check that finds it, and the numbers of the run, or what differs."""
-    if mutant is not None:
-        sys.meta_path.insert(0, Changed(mutant))
+def judged(name: str, mutant: Mutant, baseline: Any) -> tuple[str, str, float]:
+    """Return the state of a mutant in a run, the check that finds it, and by how much a number differs."""
+    sys.meta_path.insert(0, Changed(mutant))
     try:
-        from trainer.verify.bench import SAVED_AT, Bench
         from trainer.verify.checks import CHECKS, run_check
-        from trainer.verify.faults.fault import config_of
-        from trainer.verify.faults.named import FAULTS
-        from trainer.verify.shrink import Shrunk
-        from trainer.verify.trial import try_steps
     except Exception as error:
-        return "found", f"an import: {type(error).__name__}", None
+        return "found", f"an import: {type(error).__name__}", math.inf
     with TemporaryDirectory(prefix="trainer-mutant-") as folder:
-        config = config_of(FAULTS[name])
-        bench, numbers = Bench(Shrunk(config, ()), config, Path(folder)), None
+        bench = bench_of(name, folder)
         try:
-            trials = [bench.layout, bench.reference, try_steps(bench.config, bench.stream, SAVED_AT)]
-            trials.append(try_steps(bench.config, bench.stream, 2, start=bench.start))
-            numbers = [_numbers(trial) for trial in trials]
+            gap = _gap(numbers_of(bench), baseline)
         except Exception:
-            pass  # the checks say so
-        if baseline is None:
-            return "", "", numbers
-        gap = _gap(numbers, baseline)
+            gap = math.inf  # the checks say so
         if gap == 0:
-            return "equal", "", 0.0
+            return "equal", "", gap
         for check, compare in CHECKS.items():
             if run_check(check, compare, bench).state == "FAILED":
                 return "found", check, gap
-        return "survived" if gap > ROUNDING else "rounding", "", gap
+    return "survived" if gap > ROUNDING else "rounding", "", gap
+
+
+def baseline_of(name: str) -> tuple[Any, set[Line]]:
+    """Return the numbers of a run without a mutant, and the lines that it reaches."""
+    numbers = list[dict[str, Any]]()
+    with TemporaryDirectory(prefix="trainer-mutant-") as folder:
+        lines = lines_reached(lambda: numbers.extend(numbers_of(bench_of(name, folder))), ROOT, PLACES)
+    return numbers, lines
+
+
+def bench_of(name: str, folder: str) -> Any:
+    """Return the bench of a named fault's small run."""
+    from trainer.verify.bench import Bench
+    from trainer.verify.faults.fault import config_of
+    from trainer.verify.faults.named import FAULTS
+    from trainer.verify.shrink import Shrunk
+
+    config = config_of(FAULTS[name])
+    return Bench(Shrunk(config, ()), config, Path(folder))
+
+
+def numbers_of(bench: Any) -> list[dict[str, Any]]:
+    """Return the numbers of a bench's trials: the layout, one process, few steps, and those from a saved one on."""
+    from trainer.verify.bench import SAVED_AT
+    from trainer.verify.trial import try_steps
+
+    trials = [bench.layout, bench.reference, try_steps(bench.config, bench.stream, SAVED_AT)]
+    trials.append(try_steps(bench.config, bench.stream, 2, start=bench.start))
+    return [_numbers(trial) for trial in trials]
 
 
 def _numbers(trial: Any) -> dict[str, Any]:
@@ -163,18 +183,16 @@ def _numbers(trial: Any) -> dict[str, Any]:
 
 def _gap(numbers: Any, baseline: Any) -> float:
     """Return the largest difference, infinite where there is nothing to compare."""
-    if numbers is None:
-        return float("inf")
     largest = 0.0
     for own, other in zip(numbers, baseline, strict=True):
         if own.keys() != other.keys():
-            return float("inf")
+            return math.inf
         for name, values in own.items():
             if len(values) != len(other[name]):
-                return float("inf")
+                return math.inf
             for value, expected in zip(values, other[name], strict=True):
                 gap = abs(value - expected)
-                largest = max(largest, gap if gap == gap else float("inf"))
+                largest = max(largest, gap if gap == gap else math.inf)
     return largest
 
 
@@ -186,25 +204,24 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=Path("mutants.json"))
     options = parser.parse_args()
     preload()
-    deadline, baselines = monotonic() + options.seconds, dict[str, Any]()
-    mutants, runs = drawn(ROOT, PLACES, options.seed, options.number), in_a_fork(names_of_runs)
+    deadline, baselines = monotonic() + options.seconds, dict[str, tuple[Any, set[Line]]]()
+    mutants, runs = all_mutants(ROOT, PLACES), in_a_fork(names_of_runs)
     outcomes = [Outcome(**each) for each in json.loads(options.report.read_text())] if options.report.exists() else []
-    for number, mutant in enumerate(mutants):
-        run = Random(f"{options.seed} {number}").choice(runs)
-        if number < len(outcomes):
-            continue
-        if monotonic() >= deadline:
-            break
+    while len(outcomes) < options.number and monotonic() < deadline:
+        seed = f"{options.seed} {len(outcomes)}"
+        run = Random(seed).choice(runs)
         if run not in baselines:
-            baselines[run] = in_a_fork(lambda run=run: numbers_of(run, None))[2]
-        result = in_a_fork(lambda run=run, mutant=mutant: numbers_of(run, mutant, baselines[run]))
-        state, check, gap = result or ("found", "it ended, or took too long", 0.0)
-        outcomes.append(Outcome(str(mutant), mutant.kind, run, state, check, gap if gap is not None else 0.0))
+            baselines[run] = in_a_fork(lambda run=run: baseline_of(run))
+        numbers, lines = baselines[run]
+        mutant = drawn(mutants, lines, seed, {outcome.mutant for outcome in outcomes})
+        result = in_a_fork(lambda run=run, mutant=mutant, numbers=numbers: judged(run, mutant, numbers))
+        state, check, gap = result or ("found", "it ended, or took too long", math.inf)
+        outcomes.append(Outcome(str(mutant), mutant.kind, run, state, check, gap))
         print(f"{state:<9} {run:<28} {mutant}  {check}", flush=True)
         options.report.write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
     states = Counter(outcome.state for outcome in outcomes)
     changing = states["found"] + states["survived"]
-    print(f"{len(outcomes)} of {len(mutants)} mutants: {dict(states)}")
+    print(f"{len(outcomes)} of {options.number} mutants: {dict(states)}")
     print(f"found of those that change a number by more than rounding: {states['found']} of {changing}")
     return 0
 

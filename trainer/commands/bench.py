@@ -41,7 +41,7 @@ def run(options: Options) -> int:
     """Time all-reduce, gather, reduce-scatter, broadcast and all-to-all of each group of a layout, and transfers
     between pipeline ranks, all groups of a kind at once. Bandwidths are those of the bus, by the
     formulas of nccl-tests. `bench gpu` times the trainer's own ops on the device, each between the others, and with
-    more ranks collectives of all of them."""
+    more ranks collectives of all of them, alone and beside products."""
     if options.what == "gpu":
         return calibrate(options)
     from threefold.plot import require_plot, write_png
@@ -92,7 +92,7 @@ def calibrate(options: Options) -> int:
         rows = rates_of(calibration.figures)
         print_table(("part", "pass", "dtype", "places", "slowest", "fastest", "a second"), rows, left=("part", "pass"))
         host = ", ".join(f"{kind} {seconds * 1e6:.0f} us" for kind, seconds in calibration.host_s.items())
-        log(f"{calibration.card}; host: {host} a layer, {calibration.launch_s * 1e6:.1f} us a kernel")
+        log(f"{calibration.card}; host, of a layer: {host}; {calibration.launch_s * 1e6:.1f} us a kernel")
     if options.output:
         write_json(options.output, calibration.known())
         log(f"wrote {options.output}: trainer plan CONFIG.toml --calibration {options.output}")
@@ -102,7 +102,11 @@ def calibrate(options: Options) -> int:
 def rates_of(figures: "Iterable[PartRate]") -> list[tuple[str, ...]]:
     """Return a row of each pass of each part, with its slowest and its fastest rate."""
     grouped: dict[tuple[str, str, str], list[float]] = {}
-    units: dict[str, tuple[float, str]] = {"product": (1e12, "TFLOP"), "attention": (1e12, "TFLOP")}
+    units: dict[str, tuple[float, str]] = {
+        "product": (1e12, "TFLOP"),
+        "attention": (1e12, "TFLOP"),
+        "beside": (1.0, "s hidden"),
+    }
     for figure in figures:
         grouped.setdefault((figure.part, figure.way, figure.dtype), []).append(figure.rate)
     rows = []

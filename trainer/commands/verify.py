@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from threefold.cli import print_json, print_line
 from threefold.console import log
@@ -32,6 +32,9 @@ class Options:
     )
     from_megatron: str = option("", "verify what a command line of Megatron-LM says, or its script", metavar="COMMAND")
     layout: str = option("", "verify another layout than the configuration's", metavar="tp2-pp2-dp2")
+    device: Literal["cpu", "cuda"] = option(
+        "cpu", "cuda: hold ops and precision at true width to float64 on a GPU too, in one layer of each kind"
+    )
     seconds: float = option(60.0, "begin no check after so many seconds", above=0)
     all: bool = option(False, "up to 256 ranks, where otherwise axes are shortened to 64")
     allow_partial: bool = option(False, "exit with 0 though a check was not run")
@@ -45,9 +48,10 @@ class Options:
 
 def run(options: Options) -> int:
     """Train a small run of the same cuts on ranks that are threads, beside one process in float64: losses, norms,
-    weights, samples, resumes, reshards, schedules and precision. Needs no GPU and no store. Exit code 1 if a check
-    failed, or was not run. With --faults each named fault is planted instead: exit code 1 if its check misses one. With
-    --seeds the layout runs in drawn orders: exit code 1 if one has other bits, or a rare situation never came up."""
+    weights, samples, resumes, reshards, schedules and precision. Needs no GPU and no store; with --device cuda layers
+    of true width are checked on a GPU before. Exit code 1 if a check failed, or was not run. With --faults each named
+    fault is planted instead: exit code 1 if its check misses one. With --seeds the layout runs in drawn orders: exit
+    code 1 if one has other bits, or a rare situation never came up."""
     if options.faults or options.list:
         return run_faults(options)
     from threefold.page import write_page
@@ -55,6 +59,7 @@ def run(options: Options) -> int:
     from trainer.verify.bench import Bench
     from trainer.verify.beside import run_checks
     from trainer.verify.card import card, page, verdict_of
+    from trainer.verify.device_checks import device_of, device_results
     from trainer.verify.locate import located
     from trainer.verify.shrink import shrunk
     from trainer.verify.source import open_run_or_file
@@ -65,6 +70,7 @@ def run(options: Options) -> int:
     check_places(options.json, options.html)
     name = "".join(options.config)
     flags = {**options.flags, **of_layout(options.layout, options.flags)}
+    device = device_of(options.device)
     source = open_run_or_file(name, flags, megatron=options.from_megatron)
     config = source.config
     small = shrunk(config, max_ranks=max_ranks)
@@ -72,6 +78,12 @@ def run(options: Options) -> int:
     if options.seeds:
         return run_seeds(options, small, config, deadline)
     results: list[Result] = []
+    wide: Shrunk | None = None
+    if options.device != "cpu":
+        wide, of_device = device_results(config, device, deadline)
+        for result in of_device:
+            results.append(result)
+            (log if options.json == "-" else print_line)(row_of(result))
     with TemporaryDirectory(prefix="trainer-verify-") as folder:
         bench = Bench(small, config, Path(folder), source.start)
         for result in run_checks(bench, deadline):
@@ -82,8 +94,10 @@ def run(options: Options) -> int:
     verdict = verdict_of(results)
     for change in small.changes:
         log(f"  {change}")
+    for change in wide.changes if wide is not None else ():
+        log(f"  at true width: {change}")
     log(f"the options above are otherwise in the small run; {len(results)} checks: {verdict}")
-    known = card(source.name, config, small, results)
+    known = card(source.name, config, small, results, wide)
     write_json(options.json, known)
     if options.html:
         write_page(page(known), options.html)
@@ -96,8 +110,9 @@ def run_seeds(options: Options, small: "Shrunk", run: Config, deadline: float) -
     from trainer.verify.seeds import try_seed
     from trainer.verify.tally import Tally, range_of
 
-    if options.html:
-        raise UserError("--html is of the checks, and has no effect on --seeds", hint="trainer verify --help")
+    if options.html or options.device != "cpu":
+        name = "--html" if options.html else "--device"
+        raise UserError(f"{name} is of the checks, and has no effect on --seeds", hint="trainer verify --help")
     (first, last), results = range_of(options.seeds), []
     tally = Tally.read(options.json, small.config)
     tally.refuse_again(first, last)
@@ -154,6 +169,7 @@ def check_fault_options(options: Options) -> None:
         raise UserError("--list is of named faults", hint="trainer verify --faults --list")
     idle = [f"--{name}" for name in ("layout", "html", "all", "seeds") if getattr(options, name)]
     idle += ["--from-megatron"] if options.from_megatron else []
+    idle += ["--device"] if options.device != "cpu" else []
     idle += [given.flag for given in options.flags.values()]
     if idle:
         raise UserError(

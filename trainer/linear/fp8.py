@@ -196,14 +196,14 @@ class Fp8Gemm:
     def forward(self, x: Copies, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return x W^T + b, [T, N], in `out` if there is one."""
         is_fast = self.recipe.fp8.fast_accum
-        y_TN = product(x.rows, self._of_epoch(columns=False), self.weight.dtype, is_fast=is_fast, out=out)
+        y_TN = product(x.rows, self.copy_of_weight(columns=False), self.weight.dtype, is_fast=is_fast, out=out)
         if bias_N is not None:
             y_TN += bias_N
         return y_TN
 
     def dgrad(self, dy: Copies, *, out: Tensor | None = None) -> Tensor:
         """Return dy W, [T, K], in `out` if there is one."""
-        return product(dy.rows, self._of_epoch(columns=True), self.weight.dtype, out=out)
+        return product(dy.rows, self.copy_of_weight(columns=True), self.weight.dtype, out=out)
 
     def wgrad(self, dy: Copies, x: Copies, *, ends: bool = True) -> None:
         """Add dy^T x to the weight's gradient, now or when the schedule makes it."""
@@ -225,7 +225,7 @@ class Fp8Gemm:
         over = self.cut.sums, self.recipe.tokens
         return self.recipe.cast(x_TK, self._scaling, over, rows=rows, columns=columns)
 
-    def _of_epoch(self, *, columns: bool) -> Quantised | None:
+    def copy_of_weight(self, *, columns: bool) -> Quantised | None:
         """Return the weight in eight bits as it is now, or transposed."""
         copies = self._copies if self._epoch == self.weight.epoch else Copies(None, None)
         if (copies.columns if columns else copies.rows) is None:

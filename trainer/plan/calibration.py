@@ -19,7 +19,7 @@ import numpy as np
 from threefold.errors import UserError
 
 FORMAT = 1
-UNITS = {"product": "operations", "attention": "operations"}  # of the work of a figure; of all others bytes
+UNITS = {"product": "operations", "attention": "operations", "beside": "seconds"}  # of work; of all others bytes
 MAKE = "trainer bench gpu --output calibration.json"
 
 
@@ -27,7 +27,8 @@ MAKE = "trainer bench gpu --output calibration.json"
 class PartRate:
     """One pass of a part: where it was measured, its work in operations or bytes, and its median seconds.
 
-    Operations of attention are those that a causal mask leaves, bytes of collectives those of the bus.
+    Operations of attention are those that a causal mask leaves, bytes of collectives those of the bus. Of a collective
+    beside a product the work is what that hides, of the seconds that the shorter of the two takes.
     """
 
     part: str
@@ -45,7 +46,8 @@ class PartRate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The figures of one card; `launch_s` is what the host takes to start a kernel, `host_s` each pass of a layer."""
+    """The figures of one card; `launch_s` is what the host takes to start a kernel, `host_s` each pass of a layer, to
+    make norms again, and for a call of a group if there were several ranks."""
 
     card: str
     versions: dict[str, str]
@@ -69,7 +71,7 @@ class Calibration:
     @cached_property
     def fastest(self) -> float:
         """Return the most operations a second of any product or attention."""
-        return max(figure.rate for figure in self.figures if figure.part in UNITS)
+        return max(figure.rate for figure in self.figures if figure.part in ("product", "attention"))
 
     def has(self, part: str, way: str, dtype: str) -> bool:
         """Return whether a part was measured."""
@@ -119,7 +121,8 @@ def read_calibration(path: str) -> Calibration:
             raise ValueError("a figure is not above 0")
         texts = str(known["card"]), {str(name): str(text) for name, text in known["versions"].items()}
         numbers = float(known["capacity"]), float(known["launch_s"])
-        return Calibration(*texts, *numbers, {name: float(known["host_s"][name]) for name in "FB"}, figures)
+        host = {name: float(known["host_s"][name]) for name in {*"FB", *known["host_s"]}}
+        return Calibration(*texts, *numbers, host, figures)
     except OSError as error:
         raise UserError(f"no calibration can be read at {path}: {error.strerror}", hint=MAKE) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,10 +1,11 @@
 """How long the passes of a stage take: its products by their sides, attention, other kernels by bytes, and the host.
 
 What a layer multiplies is read off the rank's own table of parameters, and what its kernels move off the sizes of its
-activations. Where a rank has several experts each has its share of the rows.
+activations. Where a rank has several experts each has its share of the rows. Transfers of tokens are exposed but for
+what is multiplied beside them.
 """
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +22,15 @@ from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.parallel.cross_entropy import tokens_at_once
 from trainer.plan.rates import EIGHT_BITS, Rates, Way
+from trainer.plan.token_calls import TokenCalls
 from trainer.run.activations import Sizes
 from trainer.store.plan import ParameterRun
 
 NORM_STREAMS = 4  # that a norm with its sum reads and writes in each pass
 ENDS_KERNELS = 8  # that each pass of embedding or head starts, about
+# of the ops of a layer, of which each takes the host about as long: q|k|v, rotation and attention; gate|up and the
+# nonlinearity; beside these are two norms and two linears
+PARTS, NUM_OPS = {"attention": 3, "mlp": 2}, 9
 
 
 @dataclass(slots=True)
@@ -52,23 +57,35 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class LinearTimes:
-    """Seconds of the products of a layer: forward, for gradients of inputs, and of weights; those made again."""
+    """Seconds of the products of a layer: forward, for gradients of inputs, and of weights; those made again. The
+    `operations` are those of one of the three."""
 
     forward: float
     dgrad: float
     wgrad: float
     again: float
+    operations: float
+
+    @property
+    def backward_rate(self) -> float:
+        """Return the operations a second of a product for gradients."""
+        return 2 * self.operations / (self.dgrad + self.wgrad)
+
+    @property
+    def forward_rate(self) -> float:
+        """Return the operations a second of a product of the forward."""
+        return self.operations / self.forward
 
 
-def stage_passes(config: Config, rates: Rates, transfers: Mapping[str, float]) -> dict[tuple[str, int], Pass]:
-    """Return the times of the passes of each stage; `transfers` are seconds of calls of a layer, and of the ends."""
+def stage_passes(config: Config, rates: Rates, calls: TokenCalls) -> dict[tuple[str, int], Pass]:
+    """Return the times of the passes of each stage; `calls` are those of a layer and of the ends for tokens."""
     table, layout, model, train = parameter_table(config), layout_of(config), config.model, config.train
     windows, sizes = layer_windows(config), {kind: Sizes.of(config, experts=kind) for kind in (False, True)}
     times = StageTimes(config, rates, [local_runs(config, table, layout, Coords(pp=pp)) for pp in range(layout.pp)])
-    of_layer, of_ends = transfers["layer"], transfers["ends"]
+    sends = 2 * rates.call_host_s() * (layout.pp > 1)
     passes: dict[tuple[str, int], Pass] = {}
     for stage, numbers in enumerate(stage_ranges(config, table, layout.num_stages)):
-        forward, backward = Pass(host=rates.launch_s(4)), Pass(host=rates.launch_s(4))
+        forward, backward = (Pass(host=rates.launch_s(4) + sends) for _ in "FB")
         for place, layer in enumerate(numbers):
             again = Recompute.of_layer(train, place)
             products = times.products(stage % layout.pp, f"layers.{layer}.", again)
@@ -76,20 +93,22 @@ def stage_passes(config: Config, rates: Rates, transfers: Mapping[str, float]) -
             forward.products += products.forward
             forward.attention += attention["forward"]
             forward.other += kernels["forward"]
-            forward.transfers += of_layer / 3
-            forward.host += rates.layer_host_s("F")
+            forward.transfers += calls.exposed_s("layer", "F", products.forward_rate)
+            forward.host += rates.layer_host_s("F") + calls.host_s("layer", "F")
             backward.products += products.dgrad + products.wgrad + products.again
             backward.weights += products.wgrad
             backward.attention += attention["backward"] + makes_attention(again) * attention["forward"]
             backward.other += kernels["backward"]
-            backward.transfers += of_layer * 2 / 3
-            backward.host += rates.layer_host_s("B") + rates.layer_host_s("F") * again.is_full
+            backward.transfers += calls.exposed_s("layer", "B", products.backward_rate)
+            backward.host += rates.layer_host_s("B") + calls.host_s("layer", "B")
+            backward.host += again_host_s(rates, again)
         if stage == 0:
             times.add_embedding(sizes[False], forward, backward)
         if stage == layout.num_stages - 1:
             times.add_head(sizes[False], forward, backward)
-            forward.transfers += of_ends / 3
-            backward.transfers += of_ends * 2 / 3
+            for way, own in (("F", forward), ("B", backward)):
+                own.transfers += calls.exposed_s("ends", way, rates.flops)
+                own.host += calls.host_s("ends", way)
         passes["F", stage], passes["B", stage] = forward, backward
     return passes
 
@@ -100,6 +119,17 @@ def is_made_again(name: str, again: Recompute) -> bool:
     if again.is_full:
         return ".down." not in name
     return module in again.modules and last not in name
+
+
+def again_host_s(rates: Rates, again: Recompute) -> float:
+    """Return what the host takes for what a layer's backward makes again: norms, and shares of the forward's ops.
+
+    Of all but norms and the last linear that is 6 of 9.
+    """
+    if not (again.is_full or again.modules):
+        return 0.0
+    made = sum(number for name, number in PARTS.items() if again.is_full or name in again.modules) + again.is_full
+    return rates.again_host_s() + made / NUM_OPS * rates.layer_host_s("F")
 
 
 def makes_attention(again: Recompute) -> bool:
@@ -131,17 +161,13 @@ class StageTimes:
             parts = [(self.product(shape, is_narrow=is_narrow), is_again) for shape, is_narrow, is_again in matrices]
             forward, dgrad, wgrad = (sum(times[number] for times, _ in parts) for number in range(3))
             again_s = sum(times[0] for times, is_again in parts if is_again)
-            self._known[matrices] = LinearTimes(forward, dgrad, wgrad, again_s)
+            operations = 2.0 * sum(self.work(shape)[0] * math.prod(shape) for shape, _, _ in matrices)
+            self._known[matrices] = LinearTimes(forward, dgrad, wgrad, again_s, operations)
         return self._known[matrices]
 
     def product(self, shape: tuple[int, ...], *, is_narrow: bool) -> tuple[float, float, float]:
         """Return those of one matrix, or of one for each expert of this rank: forward, dgrad and wgrad."""
-        model, parallel = self.config.model, self.config.parallel
-        number, tokens = 1, self.tokens
-        if len(shape) == 3:
-            number = shape[0]
-            own = self.own_tokens if parallel.etp == "1" else self.tokens
-            tokens = max(own * model.experts_per_token // number, 1)
+        tokens, number = self.work(shape)
         sides = tokens, shape[-2], shape[-1]
         narrow = f"{EIGHT_BITS}{self.config.fp8.recipe}" if is_narrow else self.dtype
         of_weights = narrow if self.config.fp8.wgrad == "fp8" else self.dtype
@@ -150,6 +176,13 @@ class StageTimes:
             return number * self.rates.product_s(way, dtype, sides)
 
         return seconds("forward", narrow), seconds("dgrad", narrow), seconds("wgrad", of_weights)
+
+    def work(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many tokens go through each matrix of a parameter, and how many matrices it is."""
+        if len(shape) == 2:
+            return self.tokens, 1
+        own = self.own_tokens if self.config.parallel.etp == "1" else self.tokens
+        return max(own * self.config.model.experts_per_token // shape[0], 1), shape[0]
 
     def attention(self, window: int | None) -> dict[Way, float]:
         """Return the seconds of both passes of a layer's attention, of which a causal mask leaves half."""

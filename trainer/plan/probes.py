@@ -25,6 +25,8 @@ from trainer.ops.attention.seam import Backend, Mask
 from trainer.ops.cross_entropy import VocabularyPart, row_sums, write_gradient
 from trainer.ops.norm import add_norm
 from trainer.ops.rope import rope_of_handles, rope_turns
+from trainer.store.host_memory import locked_zeros
+from trainer.store.window import PIECE_BYTES, CudaLanes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LINEAR = ("forward", "dgrad", "wgrad")
@@ -130,6 +132,8 @@ def probes(device: torch.device, capacity: float, scale: Scale) -> Iterator[Prob
             yield attention(buffers, dtype, (scale.lengths[0], length), (scale.width // size, ratio, size))
     for num_bytes in scale.kernel_bytes:
         yield from kernels(buffers, DTYPES[main], num_bytes, scale.hidden[-1])
+    if device.type == "cuda":
+        yield stream(device, PIECE_BYTES)
 
 
 def products(
@@ -214,6 +218,23 @@ def kernels(buffers: Buffers, dtype: torch.dtype, num_bytes: int, width: int) ->
         ways = ("backward",) if name == "bias" else BOTH
         work = {way: num_bytes * factor for way, factor in zip(ways, times, strict=False)}
         yield Probe(name, "any", (num_bytes,), work, partial(run, buffers, dtype))
+
+
+def stream(device: torch.device, num_bytes: int) -> Probe:
+    """Return the probe of state that comes from the host, while as much goes there."""
+    lanes = CudaLanes(device)
+    hosts = [locked_zeros(num_bytes, torch.uint8) for _ in range(2)]
+    here = torch.zeros(2, num_bytes, dtype=torch.uint8, device=device)
+
+    def run() -> Iterator[None]:
+        yield
+        ways = ("in", [(here[0], hosts[0])]), ("out", [(hosts[1], here[1])])
+        begin = lanes.mark()
+        for end in [lanes.copy(lane, copies, begin) for lane, copies in ways]:
+            lanes.wait(end)
+        yield
+
+    return Probe("stream", "any", (num_bytes,), {"forward": float(num_bytes)}, run)
 
 
 def norms(buffers: Buffers, dtype: torch.dtype, *, rows: int, width: int, has_bias: bool = False) -> Iterator[None]:

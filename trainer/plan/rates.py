@@ -1,5 +1,6 @@
 """Rates: what a GPU computes and moves in a second, by the data sheet of its card or as a calibration measured it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,9 @@ from trainer.run.bench_comm import bus_factor
 
 LAUNCH_S, CALL_S = 5e-6, 15e-6  # what the host takes to start a kernel, and what a collective takes without bytes
 KERNELS = {"F": 16, "B": 28}  # that the passes of a layer start, about
+# kernels that the host could start in the time of a call of a group, or of norms that are made again, about
+CALL_LAUNCHES, AGAIN_LAUNCHES = 4, 8
+HOST_BYTES_S = 50e9  # of PCIe 5.0 with 16 lanes, each way
 EIGHT_BITS = "fp8-"  # before a recipe: the dtype of products in eight bits, which data sheets have twice as fast
 # as what moves are timed; what one rank sends to another is a broadcast of two
 OPERATIONS = {"send": "broadcast", "receive": "broadcast", "all_gather_coalesced": "all_gather"}
@@ -69,9 +73,37 @@ class Rates:
             return num_bytes / self.memory
         return self.measured.seconds(part, way, "any", (num_bytes,), num_bytes)
 
+    def stream_s(self, num_bytes: float) -> float:
+        """Return the seconds in which so many bytes come from the host, and as many go there."""
+        if self.measured is None or not num_bytes or not self.measured.has("stream", "forward", "any"):
+            return num_bytes / HOST_BYTES_S
+        return self.measured.seconds("stream", "forward", "any", (num_bytes,), num_bytes)
+
     def layer_host_s(self, kind: str) -> float:
         """Return what the host takes for pass F or B of a layer."""
         return KERNELS[kind] * LAUNCH_S if self.measured is None else self.measured.host_s[kind]
+
+    def call_host_s(self) -> float:
+        """Return what the host takes to make a call of a group, and to wait for it."""
+        return self._host.get("call", self.launch_s(CALL_LAUNCHES))
+
+    def again_host_s(self) -> float:
+        """Return what the host takes to make the norms of a layer again."""
+        return self._host.get("again", self.launch_s(AGAIN_LAUNCHES))
+
+    @property
+    def _host(self) -> Mapping[str, float]:
+        return {} if self.measured is None else self.measured.host_s
+
+    def hidden_s(self, kind: str, place: tuple[float, int], call_s: float, beside_s: float) -> float:
+        """Return how much of a call, by its bytes and ranks, a product beside it hides, which it slows too.
+
+        Where that was not measured it is the shorter of the two.
+        """
+        operation, shorter = OPERATIONS.get(kind, kind), min(call_s, beside_s)
+        if self.measured is None or not self.measured.has("beside", operation, "any"):
+            return shorter
+        return shorter * min(self.measured.rate("beside", operation, "any", place), 1.0)
 
     def launch_s(self, num_kernels: int) -> float:
         """Return what the host takes to start kernels."""

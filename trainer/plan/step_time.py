@@ -1,11 +1,10 @@
 """How long a step takes by the rates of a GPU, part by part; the schedule is simulated as `trainer schedule` does.
 
 Products and attention take their operations, other kernels and the update their bytes. Transfers of tokens are
-exposed; sums and gathers of weights are as far as the arithmetic beside them is shorter. A rank waits for the slowest
-stage. Parts add up to the step.
+exposed but for what the run's code multiplies beside them; sums and gathers of weights are as far as the arithmetic
+beside them is shorter. A rank waits for the slowest stage. Parts add up to the step.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -13,20 +12,18 @@ from itertools import product
 from ckptkit import Coords
 from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of, schedule_of
-from trainer.engine import DTYPES
 from trainer.mesh.layout import groups_needed
 from trainer.model.table import local_runs, parameter_table
-from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import Action
 from trainer.pipeline.schedules import all_actions
 from trainer.pipeline.simulate import simulate
 from trainer.plan.passes import Pass, stage_passes
 from trainer.plan.rates import Rates
-from trainer.plan.store_moves import NAMES, store_moves
-from trainer.plan.trace import Move
+from trainer.plan.store_moves import store_moves
+from trainer.plan.token_calls import TokenCalls
+from trainer.plan.updates import update_s
 from trainer.plan.volumes import Volumes
 from trainer.run.activations import Sizes
-from trainer.store.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +47,15 @@ class StepTime:
 def step_time(config: Config, rates: Rates, volumes: Volumes) -> StepTime:
     """Return the time of a step of a resolved run."""
     number, pp = config.train.gradient_accumulation_steps, config.parallel.pp
-    transfers = {"layer": moves_s(config, rates, volumes.layer), "ends": moves_s(config, rates, volumes.ends)}
-    passes = stage_passes(config, rates, transfers)
+    puts_off = pp > 1 and config.parallel.schedule == "zb-h1"
+    passes = stage_passes(config, rates, TokenCalls(volumes, rates, group_places(config), puts_off))
     stages_of = [range(rank, layout_of(config).num_stages, pp) for rank in range(pp)]
     busy = [sum(passes[kind, stage].total for kind in "FB" for stage in stages) for stages in stages_of]
     slowest = max(range(pp), key=busy.__getitem__)
     own = [passes[kind, stage] for kind in "FB" for stage in stages_of[slowest]]
     pipeline = pipeline_s(config, rates, passes, busy[slowest])
-    sums, update = store_s(config, rates, slowest, busy[slowest] * number)
+    sums = store_s(config, rates, slowest, busy[slowest] * number)
+    forward = sum(passes["F", stage].total for stage in stages_of[slowest])
     computed = sum(stage_pass.computed for stage_pass in own)
     return StepTime(
         products=number * sum(stage_pass.products for stage_pass in own),
@@ -65,7 +63,7 @@ def step_time(config: Config, rates: Rates, volumes: Volumes) -> StepTime:
         other_kernels=number * sum(stage_pass.other for stage_pass in own),
         exposed_transfers=number * sum(stage_pass.transfers for stage_pass in own) + sums,
         bubble=pipeline - number * busy[slowest],
-        update=update,
+        update=update_s(config, rates, group_places(config), slowest, forward),
         host=number * (busy[slowest] - computed),
     )
 
@@ -96,12 +94,6 @@ def pipeline_s(config: Config, rates: Rates, passes: Mapping[tuple[str, int], Pa
     return simulate(schedule, cost).duration + (number - few) * busy
 
 
-def moves_s(config: Config, rates: Rates, moves: Counter[Move]) -> float:
-    """Return how long calls take, one after the other."""
-    places = group_places(config)
-    return sum(count * rates.call_s(move.kind, move.num_bytes, *places[move.group]) for move, count in moves.items())
-
-
 def group_places(config: Config) -> dict[str, tuple[int, int]]:
     """Return how many ranks are in a group, and over how many neighbouring ones it reaches, by its name."""
     groups = groups_needed(layout_of(config), kv_replicas(config), config.parallel.dp_shard)
@@ -109,19 +101,14 @@ def group_places(config: Config) -> dict[str, tuple[int, int]]:
     return {name: (len(ranks), ranks[-1] - ranks[0] + 1) for name, ranks in first.items()}
 
 
-def store_s(config: Config, rates: Rates, pp: int, busy: float) -> tuple[float, float]:
-    """Return the exposed seconds of sums and gathers of weights of a rank, and those of its update.
+def store_s(config: Config, rates: Rates, pp: int, busy: float) -> float:
+    """Return the exposed seconds of sums and gathers of the weights of a rank.
 
     What travels for each micro-batch is beside all passes, what travels once a step beside those of one micro-batch.
     """
     parallel, places = config.parallel, group_places(config)
-    number, dtype = config.train.gradient_accumulation_steps, DTYPES[config.train.precision]
-    read = updated = 0.0
+    number = config.train.gradient_accumulation_steps
     runs = local_runs(config, parameter_table(config), layout_of(config), Coords(pp=pp))
-    for run in runs:
-        owned = run.numel / (places[NAMES[run.holders]][0] if parallel.zero_stage else 1)
-        read += owned * wide_dtype(dtype).itemsize
-        updated += owned * updated_bytes(config, run.optimizer)
     seconds = dict.fromkeys(product((True, False), repeat=2), 0.0)
     for move in store_moves(config, runs, places):
         times = move.times * rates.collective_s(move.kind, move.num_bytes, *places[move.group])
@@ -129,16 +116,4 @@ def store_s(config: Config, rates: Rates, pp: int, busy: float) -> tuple[float, 
     of_passes, sums, gathers = seconds[True, False] + seconds[True, True], seconds[False, False], seconds[False, True]
     overlaps = parallel.overlap_grad_reduce
     exposed = max(of_passes - busy * overlaps, 0.0) + max(sums - busy * overlaps * 2 / 3 / number, 0.0)
-    update = rates.kernel_s("norms", "forward", read) + rates.kernel_s("update", "forward", updated)
-    return exposed + max(gathers - busy / 3 / number, 0.0), update
-
-
-def updated_bytes(config: Config, optimizer: str) -> int:
-    """Return what an update reads and writes of an element: its gradient, states, master and weight."""
-    optim, dtype = config.optim, DTYPES[config.train.precision]
-    wide = wide_dtype(dtype).itemsize
-    states = len(OPTIMIZERS[optimizer].states) * (2 if optim.moments == "bf16" else wide)
-    if wide == dtype.itemsize:
-        return wide + 2 * (states + wide)
-    kept = 2 * (2 + dtype.itemsize) if optim.master == "split" else 2 * wide + dtype.itemsize
-    return wide + 2 * states + kept
+    return exposed + max(gathers - busy / 3 / number, 0.0)

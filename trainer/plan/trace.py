@@ -1,15 +1,16 @@
 """A step of one rank without numbers: its own code runs on tensors that have only shapes, and each call is noted.
 
-So what a rank transfers is read off the code that trains, not off a model of it. The passes of a micro-batch between
-the second one and the last call what the second one calls: they are noted, not run. Rows of experts that travel to
-single ranks are spread evenly, since no router has spoken.
+So what a rank transfers is read off the code that trains, not off a model of it, and so is what it multiplies while a
+transfer is under way. The passes of a micro-batch between the second one and the last call what the second one calls:
+they are noted, not run. Rows of experts that travel to single ranks are spread evenly, since no router has spoken.
 """
 
 import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from trainer.config import Config, OpsConfig
 from trainer.config.resolve import keeps_gathered, layout_of
 from trainer.engine import Engine
+from trainer.linear.weight import Products, Weight
 from trainer.mesh.mesh import mesh_of
 from trainer.model.chunk import Chunk
 from trainer.model.embedding import anchor
@@ -26,12 +28,12 @@ from trainer.model.microbatch import Batch, MicroBatch
 from trainer.ops.attention.seam import Backend, Gradients, Mask, Saved
 from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import PASSES
-from trainer.run.stage_times import Nobody
 from trainer.verify.recording import Call, Recording
 
 SHAPES = torch.device("meta")
 PACKAGE = Path(__file__).parent.parent
 WAYS = ("mesh", "verify", "plan")  # folders through which a call goes; what is behind them is why it is made
+WAYS_OF_PRODUCTS = ("forward", "dgrad", "wgrad")
 REASONS = {
     "parallel/collectives.py": "tokens of tp",
     "linear/linear.py": "tokens of tp",
@@ -51,14 +53,36 @@ REASONS = {
     "engine.py": "loss, norm and counts",
 }
 
+OF_STORE = (  # reasons that are no tokens'
+    "sums of gradients",
+    "updated weights",
+    "whole matrices of Muon",
+    "weights for a pass",
+    "norms by layer",
+    "loss, norm and counts",
+    "rows of experts",
+)
+
 
 class Move(NamedTuple):
-    """One call of a group by a rank, and why it is made; the bytes are those of the call's tensor."""
+    """One call of a group by a rank, and why it is made; the bytes are those of the call's tensor.
+
+    `way` is F, B or W for the call of a pass. `beside` are the operations of products, and `beside_w` of those for
+    weights, that the rank makes before it waits for the call.
+    """
 
     kind: str
     group: str
     num_bytes: int
     reason: str
+    way: str = ""
+    beside: int = 0
+    beside_w: int = 0
+
+    def scaled(self, factor: float) -> "Move":
+        """Return that of so many times the tokens."""
+        sizes = {name: round(getattr(self, name) * factor) for name in ("num_bytes", "beside", "beside_w")}
+        return self._replace(**sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +97,7 @@ def traced(config: Config, rank: int, *, step: int = 0) -> Trace:
     """Return what a rank of a resolved configuration calls in the step that follows `step` steps."""
     plain = replace(config, ops=replace(OpsConfig(), attention="reference"))
     ledger = Ledger()
-    network = Recording(Nobody(layout_of(config).world_size), ledger.note)
+    network = Recording(Unfinished(layout_of(config).world_size, ledger), ledger.note)
     with warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
         warnings.simplefilter("ignore")  # that the device lacks native ops
         engine = Engine(plain, mesh_of(plain, rank, SHAPES, network=network))
@@ -86,6 +110,9 @@ def traced(config: Config, rank: int, *, step: int = 0) -> Trace:
             chunks: dict[int, Any] = {stage: Repeating(chunk, ledger) for stage, chunk in engine.chunks.items()}
             engine.chunks = cast(dict[int, Chunk], chunks)
         engine.pipeline.note = ledger.begin
+        for weight in engine.store.weights:
+            if len(weight.shape) == 2:
+                weight.gemm = cast(Products, Noted(weight, ledger))
         engine.start_step(step, batch_of(config))
     return Trace(engine, ledger.moves)
 
@@ -117,6 +144,26 @@ def reason_here() -> str:
     raise AssertionError("a call is made by the trainer")
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """A call under way, and the counts that it is among; its wait notes what was multiplied beside it."""
+
+    move: Move
+    counts: tuple[Counter[Move], ...]
+    under_way: "list[UnderWay]" = field(repr=False)
+    beside: list[int] = field(default_factory=lambda: [0, 0])  # of products, and of those for weights
+
+    def wait(self) -> None:
+        """Take it that the call is waited for."""
+        self.under_way.remove(self)
+        if any(self.beside):
+            for counts in self.counts:
+                counts[self.move] -= 1
+                if not counts[self.move]:
+                    del counts[self.move]
+                counts[self.move._replace(beside=self.beside[0], beside_w=self.beside[1])] += 1
+
+
 class Ledger:
     """The moves of a rank; those of the second micro-batch's passes count for each that is not run."""
 
@@ -124,23 +171,73 @@ class Ledger:
         self.moves: Counter[Move] = Counter()
         self.last = 0  # the last micro-batch; 0 if each is run
         self.is_repeated = False  # the pass under way
+        self.under_way: list[UnderWay] = []
+        self._way = ""
         self._of_pass: dict[tuple[str, int], Counter[Move]] = defaultdict(Counter)
         self._open: Counter[Move] | None = None  # of the pass under way, if others repeat it
 
     def begin(self, kind: str, stage: int, microbatch: int) -> None:
         """Take it that an action begins; of one that is repeated all calls are made here."""
         is_pass = kind in PASSES
+        self._way = kind if is_pass else ""
         self.is_repeated = is_pass and 1 < microbatch < self.last
         self._open = self._of_pass[kind, stage] if is_pass and microbatch == 1 else None
         if self.is_repeated:
             self.moves.update(self._of_pass[kind, stage])
 
     def note(self, call: Call) -> None:
-        """Note a call."""
-        move = Move(*call, reason_here())
-        self.moves[move] += 1
-        if self._open is not None:
-            self._open[move] += 1
+        """Note a call, which is under way until it is waited for."""
+        move = Move(*call, reason_here(), self._way)
+        counts = (self.moves,) if self._open is None else (self.moves, self._open)
+        for each in counts:
+            each[move] += 1
+        self.under_way.append(UnderWay(move, counts, self.under_way))
+
+    def multiply(self, operations: int, *, is_of_weight: bool) -> None:
+        """Take it that a product is made, beside the first of the calls for tokens that are under way."""
+        started = next((call for call in self.under_way if call.move.reason not in OF_STORE), None)
+        if started is not None:
+            started.beside[is_of_weight] += operations
+
+
+class Unfinished:
+    """A network of this rank alone, and its transports, whose calls are under way until they are waited for."""
+
+    def __init__(self, world_size: int, ledger: Ledger) -> None:
+        self.world_size, self._ledger = world_size, ledger
+
+    def connect(self, name: str, ranks: Sequence[int]) -> "Unfinished":
+        """Return what carries nothing."""
+        return self
+
+    def _carry(self, *_arguments: object, is_async: bool = False, **_options: object) -> UnderWay | None:
+        started = self._ledger.under_way[-1]
+        if is_async:
+            return started
+        started.wait()
+        return None
+
+    all_reduce = broadcast = reduce_scatter = all_gather = all_gather_coalesced = all_to_all = send = receive = _carry
+
+
+class Noted:
+    """The products of a weight, each noted with its operations."""
+
+    def __init__(self, weight: Weight, ledger: Ledger) -> None:
+        self._real, self._ledger, self._numel = weight.gemm, ledger, weight.shape.numel()
+        self._num_rows = 0  # of what was taken or shared last: a format may have it otherwise
+        for name in ("take", "share", "forward", "dgrad", "wgrad"):
+            setattr(self, name, partial(self._noted, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def _noted(self, name: str, x: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(x, Tensor):
+            self._num_rows = len(x)
+        if name in WAYS_OF_PRODUCTS:
+            self._ledger.multiply(2 * self._num_rows * self._numel, is_of_weight=name == "wgrad")
+        return getattr(self._real, name)(x, *arguments, **options)
 
 
 class Repeating:

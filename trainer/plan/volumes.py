@@ -9,17 +9,7 @@ from dataclasses import dataclass, replace
 
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens
-from trainer.plan.trace import Move, traced
-
-OF_STORE = (
-    "sums of gradients",
-    "updated weights",
-    "whole matrices of Muon",
-    "weights for a pass",
-    "norms by layer",
-    "loss, norm and counts",
-    "rows of experts",
-)
+from trainer.plan.trace import OF_STORE, Move, traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +40,8 @@ class VolumeTable:
 
 
 def scaled(moves: Counter[Move], factor: float) -> Counter[Move]:
-    """Return moves of so many times the bytes."""
-    return Counter({move._replace(num_bytes=round(move.num_bytes * factor)): count for move, count in moves.items()})
+    """Return moves of so many times the bytes, beside so many times the operations."""
+    return Counter({move.scaled(factor): count for move, count in moves.items()})
 
 
 def traced_volumes(config: Config) -> Volumes:

@@ -73,10 +73,12 @@ def bench_comm(
         return rows_of_groups(ranks, mesh, sizes, repeats)
 
 
-def rows_of_groups(ranks: Ranks, mesh: ProcessMesh, sizes: Sequence[float], repeats: int) -> list[Row]:
+def rows_of_groups(
+    ranks: Ranks, mesh: ProcessMesh, sizes: Sequence[float], repeats: int, before: Callable[[], object] = lambda: None
+) -> list[Row]:
     """Return a row for each group of two or more ranks, each operation and each of the sizes in MiB."""
     return [
-        Row(group, num_ranks, operation, num_bytes, timed(ranks, call, repeats))
+        Row(group, num_ranks, operation, num_bytes, timed(ranks, call, repeats, before))
         for num_bytes in (int(size * 2**20) for size in sizes)
         for num_ranks, group, operation, call in calls(mesh, num_bytes)
     ]
@@ -117,10 +119,11 @@ def pass_on(previous: Group | None, following: Group | None, sent: torch.Tensor,
         work.wait()
 
 
-def timed(ranks: Ranks, call: Callable[[], object], repeats: int) -> float:
-    """Return the median of the slowest rank's seconds."""
+def timed(ranks: Ranks, call: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
+    """Return the median of the slowest rank's seconds; what is done `before` each call is not timed."""
     seconds = []
     for _ in range(WARM_UPS + repeats):
+        before()
         begin = Moment(ranks.device)
         call()
         seconds.append(Moment(ranks.device).seconds_since(begin))

@@ -23,8 +23,13 @@ def verdict_of(results: Sequence[Result]) -> str:
     return "FAILED" if "FAILED" in states else "partial" if "not run" in states else "ok"
 
 
-def card(source: str, run: Config, small: Shrunk, results: Sequence[Result]) -> dict[str, Any]:
-    """Return all that is known of a verification as plain data, with passwords masked."""
+def card(
+    source: str, run: Config, small: Shrunk, results: Sequence[Result], wide: Shrunk | None = None
+) -> dict[str, Any]:
+    """Return all that is known of a verification as plain data, with passwords masked; `wide` ran on a GPU."""
+    has_gpu = wide is not None and torch.cuda.is_available()
+    of_gpu = {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)} if has_gpu else {}
+    versions = {"threefold": __version__, "torch": torch.__version__, "python": platform.python_version()}
     known = {
         "verdict": verdict_of(results),
         "source": source,
@@ -32,8 +37,9 @@ def card(source: str, run: Config, small: Shrunk, results: Sequence[Result]) -> 
         "layout_of_run": str(layout_of(run)),
         "checks": [asdict(result) for result in results],
         "changes": [asdict(change) for change in small.changes],
+        "changes_at_true_width": [asdict(change) for change in wide.changes] if wide is not None else [],
         "config": asdict(run),
-        "versions": {"threefold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions | of_gpu,
         "commit": git_commit(),
     }
     return {name: masked_values(value) for name, value in known.items()}
@@ -46,7 +52,10 @@ def page(known: Mapping[str, Any]) -> str:
     titles = {"source": "run", "layout_of_run": "its layout", "layout": "layout here", "commit": "commit"}
     facts = [[title, known[name]] for name, title in titles.items()]
     facts += [[name, version] for name, version in known["versions"].items()]
-    changes = [[change["key"], str(change["was"]), str(change["now"])] for change in known["changes"]]
+    changes, wide_changes = (
+        [[change["key"], str(change["was"]), str(change["now"])] for change in known[name]]
+        for name in ("changes", "changes_at_true_width")
+    )
     options = [
         [f"{table}.{key}", str(value)] for table, values in known["config"].items() for key, value in values.items()
     ]
@@ -57,5 +66,6 @@ def page(known: Mapping[str, Any]) -> str:
         rows=rows,
         facts=facts,
         changes=changes,
+        wide_changes=wide_changes,
         options=options,
     )

@@ -16,8 +16,7 @@ from trainer.config.resolve import settled
 from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
 from trainer.ops.rope import rotary_frequencies
-from trainer.store.lr import learning_rate
-from trainer.verify.plain_optimizers import plain_optimizers
+from trainer.verify.plain_optimizers import plain_optimizers, plain_rate
 
 State = dict[str, Tensor]
 Drop = Callable[..., Tensor]
@@ -68,18 +67,8 @@ def train(
     optimizers = plain_optimizers(optim, state)
     for step, batch in enumerate(batches):
         for param_group in [group for optimizer in optimizers for group in optimizer.param_groups]:
-            param_group["lr"] = learning_rate(optim, step) * param_group["factor"]
-        mask = batch.loss_mask.flatten(0, 1)
-
-        def drop(x: Tensor, *, layer: int, site: int, step: int = step, first: int = batch.first_sample) -> Tensor:
-            place = {"step": step, "layer": layer, "site": site, "first_sample": first}
-            p = model.dropout if site < 2 else model.attention_dropout
-            return dropout_reference(x, p, seed=config.train.seed, **place) if p else x
-
-        loss = (_losses(model, state, batch, drop, spread, config.train.z_loss) * mask).sum() / mask.sum()
-        for value in state.values():
-            value.grad = None
-        (loss + spread.loss(mask, batch.tokens.shape[1]) / mask.sum()).backward()
+            param_group["lr"] = plain_rate(optim, step) * param_group["factor"]
+        loss = differentiate(config, state, batch, step, spread)
         spread.end_step()
         gradients = [value.grad for value in state.values() if value.grad is not None]
         norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
@@ -87,7 +76,23 @@ def train(
             gradient *= min(1.0, optim.clip / norm)
         for optimizer in optimizers:
             optimizer.step()
-        yield loss.item(), norm
+        yield loss, norm
+
+
+def differentiate(config: Config, state: State, batch: Batch, step: int, spread: "Spread") -> float:
+    """Return the loss of the step that follows `step` steps; the parameters have its gradients then."""
+    model, mask = config.model, batch.loss_mask.flatten(0, 1)
+
+    def drop(x: Tensor, *, layer: int, site: int) -> Tensor:
+        place = {"step": step, "layer": layer, "site": site, "first_sample": batch.first_sample}
+        p = model.dropout if site < 2 else model.attention_dropout
+        return dropout_reference(x, p, seed=config.train.seed, **place) if p else x
+
+    loss = (_losses(model, state, batch, drop, spread, config.train.z_loss) * mask).sum() / mask.sum()
+    for value in state.values():
+        value.grad = None
+    (loss + spread.loss(mask, batch.tokens.shape[1]) / mask.sum()).backward()
+    return loss.item()
 
 
 @torch.no_grad()
@@ -112,7 +117,7 @@ def document_numbers(batch: Batch) -> Tensor:
     assert batch.documents is not None, "the batch has bounds of documents"
     num_rows, length = batch.tokens.shape[1:]
     places = torch.arange(num_rows * length)
-    numbers = [(places.unsqueeze(1) >= bounds.cpu()).sum(1) for bounds, _ in batch.documents]
+    numbers = [(places.unsqueeze(1) >= bounds.to(places.device)).sum(1) for bounds, _ in batch.documents]
     return torch.cat(numbers).view(-1, length)
 
 

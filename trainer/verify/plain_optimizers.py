@@ -81,3 +81,27 @@ class Muon(torch.optim.Optimizer):
             square = x.T @ x
             x = 3.4445 * x - 4.7750 * x @ square + 2.0315 * x @ square @ square
         return x
+
+
+def plain_rate(optim: OptimConfig, step: int) -> float:
+    """Return the learning rate of a step, as a mixture of `lr` and `min_lr`; small runs have no cool-down."""
+    if step < optim.warmup_steps:
+        return optim.lr / optim.warmup_steps * (step + 1)
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "inverse-sqrt":
+        slow = optim.lr * (max(optim.warmup_steps, 1) / max(step, 1)) ** 0.5
+        return optim.min_lr if step > optim.decay_steps or slow < optim.min_lr else slow
+    falls = optim.schedule == "wsd"
+    span = optim.wsd_decay_steps if falls else optim.decay_steps - optim.warmup_steps
+    way = 1 - (optim.decay_steps - step) / max(span, 1)
+    if not 0 < way < 1:
+        return optim.min_lr if way >= 1 else optim.lr
+    shares = {
+        "linear": 1 - way,
+        "sqrt": 1 - way**0.5,
+        "cosine": math.cos(math.pi / 2 * way) ** 2,
+        "exponential": 2 ** (1 - way) - 1,
+    }
+    share = shares[optim.wsd_decay if falls else optim.schedule]
+    return share * optim.lr + (1 - share) * optim.min_lr

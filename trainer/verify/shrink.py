@@ -75,10 +75,11 @@ def shrunk(config: Config, *, max_ranks: int = 64, unit: int = 1) -> Shrunk:
         text = f"no small run has the cuts of this one: {faults[0][1]}"
         raise UserError(text, hint="trainer train CONFIG.toml --dry-run checks the run itself")
     small = resolve(small, num_ranks)
-    return Shrunk(small, tuple(_changes(config, small)))
+    return Shrunk(small, tuple(changes_of(config, small)))
 
 
-def _changes(config: Config, small: Config) -> Iterator[Change]:
+def changes_of(config: Config, small: Config) -> Iterator[Change]:
+    """Yield the options that a small run has otherwise."""
     before, after = asdict(config), asdict(small)
     for table in TABLES:
         yield from _differences(table, before[table], after[table])
@@ -239,12 +240,12 @@ def _rows(config: Config, small: Config, unit: int) -> tuple[TrainConfig, DataCo
         eval_interval=0,
         max_logits_gib=_logits_limit(config),
         recompute_num_layers=min(train.recompute_num_layers, 1),
-        **_no_scale(),
+        **without_loss_scale(),
     )
     return small_train, _data(config.data, lambda length: rows(length, max(round(length * scale), 2)), seq_length)
 
 
-def _no_scale() -> dict[str, Any]:
+def without_loss_scale() -> dict[str, Any]:
     """Return the options of a loss scale as they are without one."""
     plain, names = TrainConfig(), ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     return {name: getattr(plain, name) for name in names}

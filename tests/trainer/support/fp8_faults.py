@@ -126,13 +126,13 @@ def nan_at_the_limit(real: Any, *args: Any, **options: Any) -> Any:
 
 
 def never_cast_again(patch: Patch) -> None:
-    real, first = Fp8Gemm._of_epoch, dict[int, Quantised | None]()
+    real, first = Fp8Gemm.copy_of_weight, dict[int, Quantised | None]()
 
     def of_epoch(self: Fp8Gemm, *, columns: bool) -> Quantised | None:
         copy = real(self, columns=columns)
         return first.setdefault(id(self), copy) if columns and self.keeps_copies else copy
 
-    patch.setattr(Fp8Gemm, "_of_epoch", of_epoch)
+    patch.setattr(Fp8Gemm, "copy_of_weight", of_epoch)
 
 
 def restored_unseen(patch: Patch) -> None:

@@ -10,6 +10,7 @@ from trainer.config.optim import GroupConfig
 from trainer.engine import Engine
 from trainer.model import chunk, table
 from trainer.ops.activation import Activation
+from trainer.store import lr
 from trainer.store.optimizers import Updates
 from trainer.verdict import Verdict
 from trainer.verify.faults.fault import PRECISION, Fault
@@ -80,6 +81,12 @@ UPDATE_FAULTS = (
         "AdamW counts a step too many",
         None,
         wrapping(Updates, "update", lambda real, *args, **named: real(*args[:-1], args[-1] + 1, **named)),
+    ),
+    Fault(
+        "rate-falls-otherwise",
+        "the learning rate falls by another curve",
+        None,
+        wrapping(lr, "fallen", lambda real, start, end, shape, way: real(start, end, shape, way * way)),
     ),
     Fault(
         "rate-off-by-one",
