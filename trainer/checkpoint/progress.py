@@ -33,6 +33,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
         "muon_steps",
         "muon_scale",
         "offload",
+        "offload_window_mib",
     ],
     "train": [
         "rampup_batch_size",

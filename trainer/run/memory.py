@@ -27,7 +27,6 @@ from trainer.store.leases import LEASES, num_leased
 from trainer.store.muon import ROUND
 from trainer.store.optimizers import OPTIMIZERS
 from trainer.store.plan import BucketPlan, ParameterRun, plan_buckets
-from trainer.store.window import NUM_BUFFERS, PIECE_BYTES
 
 MIB = 1 << 20
 CONTEXT_BYTES = 640 * MIB  # CUDA's context with the kernels that a run loads, and cuBLAS's workspaces
@@ -80,7 +79,7 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
     optimizer = optimizer_bytes(config, runs)
     if config.optim.offload and config.train.device != "cpu":
-        optimizer = min(optimizer, PIECE_BYTES * NUM_BUFFERS)
+        optimizer = min(optimizer, config.optim.offload_window_mib << 20)
     parameters = gradients = travelling = of_rounding = 0
     leased: dict[str, int] = {}  # elements of the buckets that are cut, by unit
     buckets = plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize)

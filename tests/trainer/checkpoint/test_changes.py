@@ -38,7 +38,7 @@ KEEPS = {
         "moe_rows",
         "timeout_s",
     },
-    "optim": {"master", "allow_reset", "offload"},
+    "optim": {"master", "allow_reset", "offload", "offload_window_mib"},
     "fp8": {"stats_interval"},
     "train": {
         "cuda_graphs",
