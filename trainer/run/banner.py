@@ -157,7 +157,13 @@ def graphs_text(config: Config, device: torch.device) -> Iterator[str]:
 
 
 def offload_text(config: Config, device: torch.device) -> Iterator[str]:
-    """Yield where masters and moments are, if they are to be in the host's memory."""
+    """Yield where masters and moments are, and inputs of layers, if they are to be in the host's memory."""
+    if config.train.recompute_offload:
+        yield (
+            "inputs of layers are in the host's memory between their two passes"
+            if device.type == "cuda"
+            else "train.recompute_offload has no effect: a CPU has inputs of layers in the host's memory anyway"
+        )
     if config.optim.offload:
         if device.type != "cuda":
             yield "no effect: a CPU has masters and moments in the host's memory anyway"

@@ -24,10 +24,10 @@ PORTABLE = 1  # page-locked for every device
 MEMINFO, GROUP_FILES = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-def locked_zeros(size: int, dtype: torch.dtype, *, cores: Collection[int] = ()) -> Tensor:
+def locked_zeros(size: int, dtype: torch.dtype, *, cores: Collection[int], option: str) -> Tensor:
     """Return page-locked memory of zeros, unlocked with its last view; UserError if the system refuses.
 
-    It is of the NUMA node of some cores, where the system allows a thread to run on these.
+    It is of the NUMA node of some cores, where the system allows a thread to run on these. `option` asks for it.
     """
     if not size:
         return torch.zeros(0, dtype=dtype)
@@ -35,8 +35,8 @@ def locked_zeros(size: int, dtype: torch.dtype, *, cores: Collection[int] = ()) 
     address, cuda = memory.ctypes.data, torch.cuda.cudart()
     if code := int(cuda.cudaHostRegister(address, memory.nbytes, PORTABLE)):
         raise UserError(
-            f"optim.offload: the system refuses to page-lock {memory.nbytes / GIB:.2f} GiB: error {code} of CUDA",
-            hint="raise ulimit -l, or leave --optimizer-offload out",
+            f"{option}: the system refuses to page-lock {memory.nbytes / GIB:.2f} GiB: error {code} of CUDA",
+            hint=f"raise ulimit -l, or leave {option} out",
         )
     weakref.finalize(memory, cuda.cudaHostUnregister, address)
     return torch.from_numpy(memory).view(dtype)
@@ -51,8 +51,11 @@ def zeros_near(num_bytes: int, cores: Collection[int]) -> NDArray[np.uint8]:
     return memory
 
 
-def refuse_without_room(num_bytes: int, world: Group, device: torch.device) -> None:
-    """Raise UserError on all ranks if those of a node need more host memory than it has; each needs `num_bytes`."""
+def refuse_without_room(num_bytes: int, world: Group, device: torch.device, *, option: str, hint: str) -> None:
+    """Raise UserError on all ranks if those of a node need more host memory than it has; each needs `num_bytes`.
+
+    `option` asks for it, and the `hint` is another way.
+    """
     num_ranks, room = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_bytes()
     needed = torch.tensor([num_bytes], dtype=torch.float64, device=device)
     largest = int(world.all_reduce(needed, "max").item())
@@ -60,9 +63,9 @@ def refuse_without_room(num_bytes: int, world: Group, device: torch.device) -> N
     if float(world.all_reduce(lacking, "max").item()) > 0:
         each = f"{num_ranks} ranks of a node take {largest / GIB:.2f} GiB each" if num_ranks > 1 else "a rank takes it"
         raise UserError(
-            f"optim.offload needs {num_ranks * largest / GIB:.2f} GiB of host memory ({each}), and "
+            f"{option} needs {num_ranks * largest / GIB:.2f} GiB of host memory ({each}), and "
             f"{room / GIB:.2f} GiB are available here",
-            hint="--optim.moments bf16 takes less, and so do more ranks of dp; or leave --optimizer-offload out",
+            hint=hint,
         )
 
 

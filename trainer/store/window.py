@@ -94,8 +94,10 @@ def streaming_of(config: Config, mesh: ProcessMesh, *, with_optimizer: bool) -> 
     """Return how a run streams: a CPU has its state in the host's memory anyway."""
     if not (config.optim.offload and with_optimizer and mesh.device.type == "cuda"):
         return None
-    reserve = partial(refuse_without_room, world=mesh.world, device=mesh.device)
-    new_state = partial(locked_zeros, cores=cores_of(node_of(mesh.device)))
+    option, less = "optim.offload", "--optim.moments bf16 takes less, and so do more ranks of dp"
+    hint = f"{less}; or leave --optimizer-offload out"
+    reserve = partial(refuse_without_room, world=mesh.world, device=mesh.device, option=option, hint=hint)
+    new_state = partial(locked_zeros, cores=cores_of(node_of(mesh.device)), option=option)
     piece_bytes = (config.optim.offload_window_mib << 20) // NUM_BUFFERS
     return Streaming(CudaLanes(mesh.device), new_state, piece_bytes, reserve=reserve)
 

@@ -49,6 +49,7 @@ KEEPS = {
         "recompute_modules",
         "recompute_num_layers",
         "recompute_keep",
+        "recompute_offload",
         "memory_check",
         "eval_interval",
         "max_time_s",

@@ -129,9 +129,12 @@ def test_what_cannot_be_streamed_is_refused() -> None:
 def test_too_little_host_memory_is_an_error_that_says_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = mesh_of(config_of("tp1", "bf16"), 0, CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    refuse_without_room(1, mesh.world, CPU)
-    with pytest.raises(UserError, match=r"needs 8388608.00 GiB .*4 ranks of a node take 2097152.00 GiB each"):
-        refuse_without_room(1 << 51, mesh.world, CPU)
+    words = {"option": "optim.offload", "hint": "take less"}
+    refuse_without_room(1, mesh.world, CPU, **words)
+    with pytest.raises(
+        UserError, match=r"optim.offload needs 8388608.00 GiB .*4 ranks of a node take 2097152.00 GiB e"
+    ):
+        refuse_without_room(1 << 51, mesh.world, CPU, **words)
     (tmp_path / "meminfo").write_text("MemTotal: 16 kB\nMemAvailable: 8 kB\n")
     assert available_bytes(tmp_path / "meminfo", tmp_path) == 8192
     (tmp_path / "memory.max").write_text("6000\n")
