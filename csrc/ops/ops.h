@@ -228,6 +228,32 @@ OP_API int op_squared_norms_cuda(int dtype, const struct op_interval* intervals,
                                  const struct op_chunk* chunks, int64_t num_chunks, double* partials, double* out,
                                  void* stream);
 
+// A range of a matrix that a rank updates by Muon, on CUDA alone: `count` elements of each, of OP_F64 or OP_F32. Moments and
+// masters are as an op_interval has them.
+struct op_muon_part {
+  const void* gradient;
+  void *moment, *master, *published;
+  int64_t count;
+  int64_t sent;      // the element of all directions where its own begin; below 0 they are not wanted
+  int64_t returned;  // the element of all updates where its own begin
+  double rate, decay, scale;  // factors: of lr, of weight_decay, and of the rate for its matrix
+};
+// One step.
+struct op_muon_step {
+  double momentum, lr, weight_decay;
+  int64_t moments, is_split, published;  // as op_adamw_step has them
+};
+
+// Average the gradients times `factor` into the moments, and write Nesterov's mean of both: in OP_BF16, or in OP_F64 for
+// such gradients. A moment stays as it is if `is_bad` is above 0. Roundings are those of torch's lerp on CUDA.
+OP_API int op_muon_direction_cuda(int dtype, const struct op_muon_part* parts, const struct op_chunk* chunks,
+                                  int64_t num_chunks, const struct op_muon_step* step, const double* factor,
+                                  const float* is_bad, void* directions, void* stream);
+// Decay the masters and step by updates, which have the dtype of directions; nothing is written if `is_bad` is above 0.
+OP_API int op_muon_update_cuda(int dtype, const struct op_muon_part* parts, const struct op_chunk* chunks,
+                               int64_t num_chunks, const struct op_muon_step* step, const float* is_bad,
+                               const void* updates, void* stream);
+
 // Philox4x32-10 of one counter; `counter` and `random` have four words, `key` two.
 OP_API void op_philox(const uint32_t* counter, const uint32_t* key, uint32_t* random);
 // Fill the dense box [box_offset, box_offset + box_shape) of a tensor of `global_shape` with std * z, where z is the

@@ -33,6 +33,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
         "muon_steps",
         "muon_scale",
         "offload",
+        "offload_window_mib",
     ],
     "train": [
         "rampup_batch_size",
@@ -42,6 +43,7 @@ YOUNG = {  # keys of the configuration that older code refuses, by table
         "loss_scale_window",
         "hysteresis",
         "cuda_graphs",
+        "recompute_offload",
     ],
     "data": ["valid_sets"],
     "parallel": ["tp_overlap_parts"],

@@ -31,6 +31,7 @@ def graph_faults(config: Config) -> Iterator[Fault]:
             bool(config.train.rampup_batch_size),
         ),
         "optim.offload": ("loads states beside the passes, which no graph has", config.optim.offload),
+        "train.recompute_offload": ("moves inputs of layers beside the passes", config.train.recompute_offload),
         "fp8.stats_interval": ("counts values in some steps alone", config.fp8.stats_interval > 0),
         "profile.nvtx": ("marks passes and layers, of which a graph has no ranges", config.profile.nvtx),
     }

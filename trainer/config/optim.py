@@ -112,11 +112,19 @@ class OptimConfig:
     )
     offload: bool = option(
         False,
-        "on GPUs: keep masters and moments in the host's memory, and stream them through 1 GiB of the GPU's beside the "
-        "next forward",
+        "on GPUs: keep masters and moments in the host's memory, and stream them through a window of the GPU's beside "
+        "the next forward",
         shorthands={"--optimizer-offload": "true"},
         keeps_bits=True,
         needs={"optim.name": ("adamw", "lion", "sgd")},
+    )
+    offload_window_mib: int = option(
+        2048,
+        "MiB of a GPU's memory through which masters and moments come from the host: what is there before an update "
+        "begins is not waited for",
+        minimum=16,
+        keeps_bits=True,
+        needs={"offload": True},
     )
     weight_decay: float = option(
         0.1,

@@ -108,6 +108,14 @@ class TrainConfig(StepConfig):
         flags=["--recompute-keep"],
         needs={"recompute": "full"},
     )
+    recompute_offload: bool = option(
+        False,
+        "full, on GPUs: a layer's input is in the host's memory between its passes, and comes back one layer ahead of "
+        "the backward",
+        keeps_bits=True,
+        shorthands={"--recompute-offload": "true"},
+        needs={"recompute": "full"},
+    )
     max_logits_gib: float = option(
         1.0,
         "logits of a micro-batch that take more memory are made for some tokens at a time, their gradient with them; "

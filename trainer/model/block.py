@@ -65,7 +65,9 @@ class Block:
         if self.recompute.is_full:
             kept: list[Tensor] = []
             spared = kept if self.recompute.keeps_attention else None
-            region = Region(self.norm1, partial(self._up_to_down, batch=batch, spared=spared), kept)
+            host, stays = self.recompute.host, self.recompute.stays
+            keep = None if host is None else partial(host.put, stays=stays)
+            region = Region(self.norm1, partial(self._up_to_down, batch=batch, spared=spared), kept, keep)
             return region.run(x_TD, branch_TD, partial(self._from_down, batch=batch))
 
         def attend(h_TD: Tensor) -> tuple[Tensor]:

@@ -15,6 +15,7 @@ from trainer.model.block import Block
 from trainer.model.embedding import anchor, embed_tokens, lookup
 from trainer.model.fp8 import multiply_in_eight_bits
 from trainer.model.head import Head
+from trainer.model.host_inputs import HostInputs, host_inputs
 from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import Recompute
@@ -68,9 +69,19 @@ class Chunk:
             block = Block(model, store, number, cuts, choices, before, again, balance)
             self.blocks.append(block)
             before = self.blocks[-1].unit
+        self.host: HostInputs | None = None
+        if (host := host_inputs(config, mesh)) is not None:
+            self.keep_inputs(host)
         self.around_layer: Callable[[int], AbstractContextManager[object]] = unmarked
         self.end = Border(before, None)  # of a stage without a head
         self.head = Head(config, store, self.tensor, choices, before) if stage == num_stages - 1 else None
+
+    def keep_inputs(self, host: HostInputs) -> None:
+        """Let the inputs of layers that are made again be in host memory until then, but for the last of them."""
+        self.host = host
+        again = [block for block in self.blocks if block.recompute.is_full]
+        for block in again:
+            block.recompute = replace(block.recompute, host=host, stays=block is again[-1])
 
     def forward(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
         """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [S]."""
@@ -98,6 +109,8 @@ class Chunk:
             batch = replace(batch, turns_SH=turns_at(batch.positions_S, frequencies_H, x_TD.dtype))
         elif model.position == "alibi":
             batch = replace(batch, slopes_N=alibi_slopes(model.num_heads, device=x_TD.device))
+        if self.host is not None:
+            self.host.begin_pass()
         for block in self.blocks:
             with self.around_layer(block.number):
                 x_TD, branch_TD = block(x_TD, branch_TD, batch)

@@ -9,7 +9,7 @@ token's place. Source: Chen et al., "Training Deep Nets with Sublinear Memory Co
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.config import TrainConfig
+from trainer.model.host_inputs import HostInputs, LayerInput
 from trainer.model.norm import Norm
 from trainer.ops.once import differentiable_once
 
@@ -30,12 +31,14 @@ Outer = Callable[..., Tensor]  # a linear, and what follows it
 class Recompute:
     """What is made again: the `modules` of a layer, or all of it if it `is_full`, which may spare attention's result.
 
-    Norms are made again with any module.
+    Norms are made again with any module. A full one's input may go to `host`, or as the last of its stage it `stays`.
     """
 
     modules: frozenset[str] = frozenset()
     is_full: bool = False
     keeps_attention: bool = False
+    host: HostInputs | None = None
+    stays: bool = False
 
     @classmethod
     def of_layer(cls, train: TrainConfig, place: int) -> "Recompute":
@@ -51,16 +54,19 @@ class Recompute:
 class Region:
     """A norm and what follows it up to a linear's input.
 
-    `results` passes results of attention that are not made again: out of the first run, and into the second.
+    `results` passes results of attention that are not made again: out of the first run, and into the second. `keep`
+    takes the stream in place of the graph, if a backward follows.
     """
 
     norm: Norm
     inner: Inner
     results: list[Tensor] = field(default_factory=list)
+    keep: Callable[[Tensor], LayerInput] | None = None
 
     def run(self, x_TD: Tensor, branch_TD: Tensor | None, outer: Outer) -> tuple[Tensor, Tensor]:
         """Return the stream, and what `outer` makes of the linear's input, which is made again in the backward."""
-        x_TD, *reads = _MadeAgain.apply(x_TD, branch_TD, self)
+        region = self if torch.is_grad_enabled() else replace(self, keep=None)
+        x_TD, *reads = _MadeAgain.apply(x_TD, branch_TD, region)
         with _kept_as_node(reads):
             return x_TD, outer(*reads)
 
@@ -96,7 +102,8 @@ def _made(node: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the stream that a region begins with and what the region made of it, which runs if it has not yet."""
     if node.made is None:
         region: Region = node.region
-        x_TD, *region.results[:] = (saved.detach() for saved in node.saved_tensors)
+        saved = [tensor.detach() for tensor in node.saved_tensors]
+        x_TD, *region.results[:] = saved if node.input is None else [node.input.read(), *saved]
         with torch.enable_grad():
             h_TD, sum_TD = region.norm(x_TD.requires_grad_())
             node.made = x_TD, region.inner(h_TD, sum_TD)
@@ -109,7 +116,8 @@ class _MadeAgain(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, branch_TD: Tensor | None, region: Region) -> tuple[Tensor, ...]:
         h_TD, x_TD = region.norm(x_TD, branch_TD)
         outputs = region.inner(h_TD, x_TD)
-        ctx.save_for_backward(x_TD, *region.results)
+        ctx.input = None if region.keep is None else region.keep(x_TD)
+        ctx.save_for_backward(*([x_TD] if ctx.input is None else []), *region.results)
         region.results.clear()
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
         ctx.region, ctx.made = region, None

@@ -43,6 +43,8 @@ _OPS: dict[str, tuple[Any, ...]] = {
 _CUDA_OPS: dict[str, tuple[Any, ...]] = {
     "fp8_cast": (INT, INT, INT, *[POINTER] * 3, INT64, INT64),
     "fp8_maxima": (INT, POINTER, POINTER, INT64, INT64),
+    "muon_direction": (POINTER, POINTER, INT64, *[POINTER] * 4),
+    "muon_update": (POINTER, POINTER, INT64, *[POINTER] * 3),
 }
 _OF_INTEGERS = ("sort_rows",)
 _SIZES = {"add_norm_partials": INT64, "rope_partials": POINTER, "sort_rows_partials": INT64}  # of scratch memory

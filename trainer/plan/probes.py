@@ -26,10 +26,12 @@ from trainer.ops.cross_entropy import VocabularyPart, row_sums, write_gradient
 from trainer.ops.norm import add_norm
 from trainer.ops.rope import rope_of_handles, rope_turns
 from trainer.store.host_memory import locked_zeros
-from trainer.store.window import PIECE_BYTES, CudaLanes
+from trainer.store.numa import cores_of, node_of
+from trainer.store.window import CudaLanes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LINEAR = ("forward", "dgrad", "wgrad")
+STREAMED_BYTES = 128 << 20  # each way, as a piece of a window
 BOTH = ("forward", "backward")
 Kernel = Callable[["Buffers", torch.dtype], Iterator[None]]
 RECIPES = ("tensorwise", "rowwise", "blockwise")
@@ -133,7 +135,7 @@ def probes(device: torch.device, capacity: float, scale: Scale) -> Iterator[Prob
     for num_bytes in scale.kernel_bytes:
         yield from kernels(buffers, DTYPES[main], num_bytes, scale.hidden[-1])
     if device.type == "cuda":
-        yield stream(device, PIECE_BYTES)
+        yield stream(device, STREAMED_BYTES)
 
 
 def products(
@@ -223,7 +225,8 @@ def kernels(buffers: Buffers, dtype: torch.dtype, num_bytes: int, width: int) ->
 def stream(device: torch.device, num_bytes: int) -> Probe:
     """Return the probe of state that comes from the host, while as much goes there."""
     lanes = CudaLanes(device)
-    hosts = [locked_zeros(num_bytes, torch.uint8) for _ in range(2)]
+    near = cores_of(node_of(device))
+    hosts = [locked_zeros(num_bytes, torch.uint8, cores=near, option="trainer bench gpu") for _ in range(2)]
     here = torch.zeros(2, num_bytes, dtype=torch.uint8, device=device)
 
     def run() -> Iterator[None]:

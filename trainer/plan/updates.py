@@ -21,11 +21,11 @@ from trainer.store.muon import ROUND, whole_axes
 from trainer.store.optimizers import OPTIMIZERS
 from trainer.store.parameter import Parameter
 from trainer.store.plan import ParameterRun
-from trainer.store.window import NUM_BUFFERS, PIECE_BYTES
 
-# what passes of Muon beside its products read and write of an element, in the wide dtype and in that of products:
-# the gradient is scaled and averaged, what travels is put in place four times and scaled, the master is stepped
-WIDE_PASSES, NARROW_PASSES = 24, 16
+# what passes of Muon beside its products read and write of an element, in the wide dtype and in that of products: one
+# kernel has gradient, moment and direction, the other update, master and weight; between them it is put in place twice
+# and scaled
+WIDE_PASSES, NARROW_PASSES = 5, 10
 Places = Mapping[str, tuple[int, int]]
 
 
@@ -44,7 +44,7 @@ def update_s(config: Config, rates: Rates, places: Places, pp: int, forward_s: f
         kernels += muon_s(config, rates, places, matrices)
     if not config.optim.offload:
         return kernels
-    streamed = max(optimizer_bytes(config, runs) - PIECE_BYTES * NUM_BUFFERS, 0)
+    streamed = max(optimizer_bytes(config, runs) - (config.optim.offload_window_mib << 20), 0)
     beside = forward_s if config.parallel.overlap_param_gather else 0.0
     return max(kernels, rates.stream_s(streamed) - beside)
 
@@ -63,7 +63,10 @@ def updated_bytes(config: Config, optimizer: str) -> int:
 
 
 def muon_s(config: Config, rates: Rates, places: Places, runs: list[ParameterRun]) -> float:
-    """Return the seconds of Muon's products on the rank that has the most of each round, and of its exchanges."""
+    """Return the seconds of Muon's products on the rank that has the most of each round, and of its exchanges.
+
+    Both ways of a round are beside products of its neighbours, but for the first way out and the last way back.
+    """
     layout, table, seconds = layout_of(config), parameter_table(config), 0.0
     narrow = direction_dtype(wide_dtype(DTYPES[config.train.precision])).itemsize
     for axes in dict.fromkeys(whole_axes(run.holders, layout) for run in runs):
@@ -71,13 +74,16 @@ def muon_s(config: Config, rates: Rates, places: Places, runs: list[ParameterRun
         num_ranks, span = places[NAMES[axes]]
         matrices = {name: matrices_of(name, table[name], run) for run in own for name in run.names}
         sizes = {name: sum(one.shape[0] * one.shape[1] for one in some) for name, some in matrices.items()}
+        loads, ways = [0] * num_ranks, list[float]()
         for names in in_rounds(sizes, ROUND * num_ranks):
-            some = [matrix for name in names for matrix in matrices[name]]
-            loads = [0.0] * num_ranks
-            for matrix, rank in shared_out(some, num_ranks).items():
-                loads[rank] += orthogonal_s(config, rates, matrix)
+            takers = shared_out([matrix for name in names for matrix in matrices[name]], loads)
+            products = [0.0] * num_ranks
+            for matrix, rank in takers.items():
+                products[rank] += orthogonal_s(config, rates, matrix)
             num_bytes = sum(sizes[name] for name in names) / num_ranks * narrow
-            seconds += max(loads) + 2 * rates.collective_s("all_to_all", num_bytes, num_ranks, span)
+            ways.append(rates.collective_s("all_to_all", num_bytes, num_ranks, span))
+            seconds += max(*products, 2 * ways[-1])
+        seconds += ways[0] + ways[-1]
     return seconds
 
 

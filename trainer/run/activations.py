@@ -14,6 +14,7 @@ from trainer.config import Config
 from trainer.config.eight_bits import keeps_columns
 from trainer.config.resolve import cuts_tokens, gathers_keys, has_experts, layout_of, longest_row, schedule_of
 from trainer.engine import DTYPES
+from trainer.model.host_inputs import NUM_ON_DEVICE
 from trainer.model.recompute import Recompute
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
@@ -51,13 +52,31 @@ def activation_bytes(config: Config, pp: int) -> int:
     sizes = Sizes.of(config)
     row = rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, parallel.virtual_stages, pp)
     layers = stage_layers_of(config, pp)
-    until_b = sizes.turns + max(sum(each.layer(again) for each, again in stage) for stage in layers)
-    num_bytes = peak_live(row, until_b, max(sum(each.layer_until_w for each, _ in stage) for stage in layers))
+    on_host = host_input_bytes(config, layers)
+    until_b = sizes.turns + max(sum(each.layer(again) for each, again in stage) for stage in layers) - on_host
+    num_bytes = min(NUM_ON_DEVICE * sizes.stream, on_host)  # on their way, or read
+    num_bytes += peak_live(row, until_b, max(sum(each.layer_until_w for each, _ in stage) for stage in layers))
     num_bytes += sizes.stream * (pp == 0 and any(action.kind == "W" for action in row))  # the embedding's gradient
     if pp == parallel.pp - 1:
         in_flight = peak_live([action for action in row if action.stage == layout.num_stages - 1])
         num_bytes += sizes.head_of(config) * in_flight
     return num_bytes
+
+
+def host_input_bytes(config: Config, layers: "list[list[tuple[Sizes, Recompute]]]") -> int:
+    """Return what a pass of the stage that has the most keeps of inputs of layers in the host's memory."""
+    if not config.train.recompute_offload or config.train.device == "cpu":
+        return 0
+    return max(sum([each.stream for each, again in stage if again.is_full][:-1]) for stage in layers)
+
+
+def host_bytes(config: Config, pp: int) -> int:
+    """Return what a rank has of inputs of layers in the host's memory, of the passes that the schedule keeps live."""
+    parallel, number = config.parallel, config.train.gradient_accumulation_steps
+    row = rank_actions(schedule_of(config), parallel.pp, number, parallel.virtual_stages, pp)
+    return peak_live([action for action in row if action.kind != "W"]) * host_input_bytes(
+        config, stage_layers_of(config, pp)
+    )
 
 
 def stage_layers_of(config: Config, pp: int) -> "list[list[tuple[Sizes, Recompute]]]":

@@ -27,6 +27,7 @@ from trainer.ops.dtypes import wide_dtype
 from trainer.ops.rounding import BLOCK, packed_bytes
 from trainer.pipeline.graph import WARM_UP_STEPS
 from trainer.run.environment import queues_text
+from trainer.store.numa import cores_of, node_of, on_cores
 
 
 def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:
@@ -156,12 +157,23 @@ def graphs_text(config: Config, device: torch.device) -> Iterator[str]:
 
 
 def offload_text(config: Config, device: torch.device) -> Iterator[str]:
-    """Yield where masters and moments are, if they are to be in the host's memory."""
-    if config.optim.offload:
+    """Yield where masters and moments are, and inputs of layers, if they are to be in the host's memory."""
+    if config.train.recompute_offload:
         yield (
-            "masters and moments are in the host's memory, and come to the GPU beside the next forward"
+            "inputs of layers are in the host's memory between their two passes"
             if device.type == "cuda"
-            else "no effect: a CPU has masters and moments in the host's memory anyway"
+            else "train.recompute_offload has no effect: a CPU has inputs of layers in the host's memory anyway"
+        )
+    if config.optim.offload:
+        if device.type != "cuda":
+            yield "no effect: a CPU has masters and moments in the host's memory anyway"
+            return
+        node = node_of(device)
+        with on_cores(cores_of(node)) as is_near:
+            place = f"NUMA node {node}, which is the GPU's" if is_near else "whatever NUMA node a rank runs on"
+        yield (
+            f"masters and moments are in the host's memory, on {place}, and come through "
+            f"{config.optim.offload_window_mib} MiB of the GPU's beside the next forward"
         )
 
 

@@ -38,7 +38,7 @@ from trainer.run.hardware import check_hardware
 from trainer.run.health import Health
 from trainer.run.last_good import LastGood
 from trainer.run.logs import check_sinks, open_log, with_run
-from trainer.run.memory_check import check_memory, device_memory
+from trainer.run.memory_check import check_memory, device_memory, refuse_without_room_for_inputs
 from trainer.run.out_of_memory import MemoryWatch
 from trainer.run.profiler import Profiler
 from trainer.run.start_times import StartTimes
@@ -91,6 +91,7 @@ class Run:
         self.mesh = mesh_of(config, ranks.rank, ranks.device, page=ranks.page)
         self.memory = MemoryWatch(config, ranks, self.mesh.coords.pp)
         self.engine = ranks.on_all(lambda: self.memory.making(lambda: Engine(config, self.mesh)))
+        ranks.on_all(lambda: refuse_without_room_for_inputs(config, self.mesh))
         ranks.before_end.append(self.engine.close)
         tiers = tiers_here(ranks, config)
         if ranks.rank == 0:

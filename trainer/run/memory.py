@@ -5,6 +5,8 @@ allocates. Activations are what the layers keep for the backward passes of the m
 the layer whose pass runs takes beside that. NCCL's buffers and CUDA's context are not torch's, and are as measured.
 """
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -25,7 +27,6 @@ from trainer.store.leases import LEASES, num_leased
 from trainer.store.muon import ROUND
 from trainer.store.optimizers import OPTIMIZERS
 from trainer.store.plan import BucketPlan, ParameterRun, plan_buckets
-from trainer.store.window import NUM_BUFFERS, PIECE_BYTES
 
 MIB = 1 << 20
 CONTEXT_BYTES = 640 * MIB  # CUDA's context with the kernels that a run loads, and cuBLAS's workspaces
@@ -78,7 +79,7 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
     optimizer = optimizer_bytes(config, runs)
     if config.optim.offload and config.train.device != "cpu":
-        optimizer = min(optimizer, PIECE_BYTES * NUM_BUFFERS)
+        optimizer = min(optimizer, config.optim.offload_window_mib << 20)
     parameters = gradients = travelling = of_rounding = 0
     leased: dict[str, int] = {}  # elements of the buckets that are cut, by unit
     buckets = plan_buckets(runs, parallel.bucket_mib << 20, dtype.itemsize)
@@ -154,15 +155,31 @@ def update_bytes(config: Config, buckets: Sequence[BucketPlan], sizes: Mapping[A
         size = bucket.size(sizes[bucket.runs[0].holders])
         owned = -(-size // sizes[bucket.runs[0].holders]) if config.parallel.zero_stage else size
         numbers.setdefault(bucket.runs[0].optimizer, []).append(owned)
-    if "muon" in numbers:  # what travels is there twice, and so is what is orthogonal; one gradient is scaled
-        largest = max(run.numel for bucket in buckets for run in bucket.runs)
-        travelling = min(sum(numbers["muon"]), ROUND)
-        return 4 * direction_dtype(wide).itemsize * travelling + 3 * wide.itemsize * min(largest, travelling)
+    if "muon" in numbers:
+        return direction_dtype(wide).itemsize * _matrix_elements(buckets, sizes, sum(numbers["muon"]))
     if optim.name == "adamw":
         return 0
     num_lists = 3 if optim.name == "lion" or optim.nesterov else 2  # gradients, a product, and steps
     most = (max if config.parallel.overlap_param_gather else sum)(numbers[optim.name])
     return num_lists * wide.itemsize * min(most, AT_ONCE + max(numbers[optim.name]))
+
+
+def _matrix_elements(buckets: Sequence[BucketPlan], sizes: Mapping[Axes, int], num_owned: int) -> int:
+    """Return how many elements of whole matrices an update has at once, of all that a rank owns of matrices.
+
+    While those of one shape are made orthogonal, they are there three times, with two Gram matrices. What arrived of
+    the round and what is returned is there too. With more rounds so is what is sent of the next and what is back of
+    the one before: twice, if they are exchanged with other ranks.
+    """
+    by_shape, num_ranks = Counter[tuple[int, int]](), 1
+    for run in (run for bucket in buckets for run in bucket.runs if run.optimizer == "muon"):
+        num_ranks = max(num_ranks, sizes[run.holders])
+        for shape in run.shapes.values():
+            by_shape[shape[-2], shape[-1]] += -(-math.prod(shape) // sizes[run.holders])
+    travelling = min(num_owned, ROUND)
+    at_once = max(3 * some + 2 * some * min(shape) // max(shape) for shape, some in by_shape.items())
+    others = 2 * (1 if num_ranks == 1 else 2) if num_owned > ROUND else 0
+    return (2 + others) * travelling + min(at_once, 5 * travelling)
 
 
 def copy_bytes(config: Config, runs: Sequence[ParameterRun]) -> int:

@@ -16,7 +16,10 @@ from threefold.options import leaves
 from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import layout_of, resolve
+from trainer.mesh.mesh import ProcessMesh
+from trainer.run.activations import host_bytes
 from trainer.run.memory import RankMemory, rank_memory, size_text
+from trainer.store.host_memory import refuse_without_room
 
 ACCURACY = 0.05
 MOST_PARTS, MOST_SETTINGS, MOST_TIMES = 3, 3, 64
@@ -77,6 +80,18 @@ def check_memory(config: Config, device_bytes: int, say: Callable[[str], object]
     if how == "refuse" and plan.total > device_bytes * (1 + ACCURACY):
         raise error
     say(f"warning: {error.message}")
+
+
+def refuse_without_room_for_inputs(config: Config, mesh: ProcessMesh) -> None:
+    """Raise UserError on all ranks if the host has too little memory for inputs of layers that are to be there."""
+    if config.train.recompute_offload and mesh.device.type == "cuda":
+        refuse_without_room(
+            host_bytes(config, mesh.coords.pp),
+            mesh.world,
+            mesh.device,
+            option="train.recompute_offload",
+            hint="--micro-batch-size with less takes less; or leave --recompute-offload out",
+        )
 
 
 def shortage(plan: Plan, device_bytes: int) -> UserError:

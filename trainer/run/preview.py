@@ -13,7 +13,7 @@ from trainer.model.stages import stage_flops, stage_ranges
 from trainer.model.table import parameter_table
 from trainer.pipeline.schedules import SCHEDULES, with_transfers
 from trainer.pipeline.simulate import costs, simulate
-from trainer.run.activations import kept_by_choice
+from trainer.run.activations import host_bytes, kept_by_choice
 from trainer.run.banner import banner
 from trainer.run.expert_rows import rows_text
 from trainer.run.memory import arena_bytes, offloaded_bytes, rank_memory, size_text
@@ -43,6 +43,8 @@ def print_plan(config: Config, device_bytes: int = 0) -> int:
         facts.append(("rows", rows_text(config, device_bytes)))
     if config.optim.offload and (of_host := max(offloaded_bytes(config, pp) for pp in range(config.parallel.pp))):
         facts.append(("host", f"{size_text(of_host)} of memory a rank for masters and moments"))
+    if of_host := max(host_bytes(config, pp) for pp in range(config.parallel.pp)):
+        facts.append(("host", f"{size_text(of_host)} of memory a rank for inputs of layers"))
     if config.checkpoint.save:
         arena = max(arena_bytes(config, pp) for pp in range(config.parallel.pp))
         facts.append(("host", f"{size_text(arena)} of memory a rank for saves (--checkpoint.window-mib bounds it)"))

@@ -20,8 +20,9 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Return what a Newton-Schulz step of it costs, in multiplications of the larger products."""
-        return self.shape[0] * self.shape[1] * min(self.shape)
+        """Return what a Newton-Schulz step of it costs, in multiplications: two products of it, one of its Gram."""
+        least, most = sorted(self.shape)
+        return 2 * most * least**2 + least**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,21 @@ class MatrixSpan:
         """Return the number of elements."""
         return self.stop - self.start
 
+    @property
+    def rectangles(self) -> Iterator[tuple[int, slice, slice]]:
+        """Yield what it is in its matrix, three at most: where each begins in the span, its rows and its columns.
+
+        For example of rows of 4 the elements [2, 13) are the end of row 0, rows 1 and 2, and the begin of row 3.
+        """
+        (top, left), width, place = self.part.corner, self.part.shape[1], self.start
+        while place < self.stop:
+            row, column = divmod(place, width)
+            num_rows = (self.stop - place) // width if column == 0 else 0
+            end = width if num_rows else min(width, column + self.stop - place)
+            rows = slice(top + row, top + row + max(num_rows, 1))
+            yield place - self.start, rows, slice(left + column, left + end)
+            place += num_rows * width or end - column
+
 
 def spans_of(name: str, shape: Sequence[int], box: Box, start: int, stop: int) -> Iterator[MatrixSpan]:
     """Yield the spans of the elements [start, stop) of a rank's box of a parameter of a shape."""
@@ -62,12 +78,12 @@ def spans_of(name: str, shape: Sequence[int], box: Box, start: int, stop: int) -
         yield MatrixSpan(part, low - number * size, high - number * size, low)
 
 
-def shared_out(matrices: Sequence[Matrix], num_ranks: int) -> dict[Matrix, int]:
-    """Return which of some ranks takes each matrix: the dearest first, to the one with the least to do.
+def shared_out(matrices: Sequence[Matrix], loads: list[int]) -> dict[Matrix, int]:
+    """Return which rank takes each matrix: the dearest first, to the one with the least to do, which is counted.
 
-    For example of costs 5, 4, 3 and 1, two ranks take 5 and 1, and 4 and 3.
+    For example of costs 5, 4, 3 and 1, two ranks of loads [0, 0] take 5 and 1, and 4 and 3. Then loads are [6, 7].
     """
-    loads, takers = [0] * num_ranks, dict[Matrix, int]()
+    takers = dict[Matrix, int]()
     for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):
         takers[matrix] = loads.index(min(loads))
         loads[takers[matrix]] += matrix.cost

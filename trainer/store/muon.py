@@ -1,27 +1,31 @@
 """Muon over the ranks that hold a matrix: intervals travel to the one that takes it whole, and the update comes back.
 
-The momentum is updated where it is owned. Both ways are one exchange a round, in the dtype of the products. Over tp the
-parts of a matrix come together too: what a rank makes orthogonal is never a part.
+The momentum is updated where it is owned. Both ways are one exchange a round, in the dtype of the products. They are
+beside the products: a round's directions leave before those of the round before it are made orthogonal, and its updates
+come back beside the round behind it. Over tp the parts of a matrix come together too: what a rank makes orthogonal is
+never a part. An element is copied twice: from what arrived to its matrix, and from there to what is returned.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ckptkit import ParallelLayout
 from trainer.config import OptimConfig
+from trainer.mesh.group import Work
 from trainer.mesh.layout import Axes, Axis
 from trainer.mesh.mesh import ProcessMesh
-from trainer.ops import muon, split
+from trainer.ops import muon
 from trainer.store.bucket import Bucket
-from trainer.store.matrices import Matrix, MatrixPart, MatrixSpan, in_rounds, shared_out, spans_of
+from trainer.store.matrices import Matrix, MatrixSpan, in_rounds, shared_out, spans_of
 from trainer.store.parameter import Parameter
+from trainer.store.plan import Segment
 
 ROUND = 1 << 25  # elements of each rank that travel together
-Parts = dict[MatrixPart, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,103 +41,106 @@ class _Spans:
         sizes = [sum(span.size for span in spans) for spans in by_rank]
         return cls([span for spans in by_rank for span in spans], sizes)
 
+    @property
+    def places(self) -> dict[MatrixSpan, int]:
+        """Return where each begins."""
+        places, first = dict[MatrixSpan, int](), 0
+        for span in self.spans:
+            places[span] = first
+            first += span.size
+        return places
+
 
 @dataclass(frozen=True, slots=True)
-class _Round:
-    """Spans of some parameters: what a rank sends and what arrives, then what it returns and what is returned to it."""
+class _Exchanges:
+    """Spans of a round: what a rank sends and what arrives, then what it returns and what is returned to it."""
 
-    names: Sequence[str]
     sent: _Spans
     arriving: _Spans
     returned: _Spans
     updated: _Spans
 
 
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """What a rank updates of one parameter; `start` is where it begins in the rank's part of that."""
+class _Held(NamedTuple):
+    """A span that a rank updates, its elements by their positions in the bucket, and whether the rank owns it."""
 
-    gradient: Tensor
-    moment: Tensor
-    master: Tensor
-    published: Tensor | None
-    row: Parameter
-    start: int
+    span: MatrixSpan
+    segment: Segment
+    is_owned: bool
+
+
+class _Round(NamedTuple):
+    """What is exchanged together, what this rank updates of it, and the buckets whose last matrices it has."""
+
+    exchanges: _Exchanges
+    table: muon.MuonTable
+    buckets: Sequence[Bucket]
 
 
 class MatrixUpdates:
     """The buckets of one group of ranks whose matrices are updated whole; owned by the training thread."""
 
-    def __init__(self, buckets: Sequence[Bucket], table: Mapping[str, Parameter], mesh: ProcessMesh) -> None:
-        """Plan all exchanges, from what each rank of the group holds."""
+    def __init__(
+        self, buckets: Sequence[Bucket], table: Mapping[str, Parameter], mesh: ProcessMesh, round_elements: int
+    ) -> None:
+        """Plan all exchanges, from what each rank of the group holds; about so many elements of it travel together."""
         self._group = group = mesh.along(whole_axes(buckets[0].plan.runs[0].holders, mesh.layout))
-        self._table, self._live = table, dict[str, _Live]()
-        like = buckets[0].gradients
-        self._nothing = like.new_empty(0, dtype=muon.direction_dtype(like.dtype))
-        for bucket in buckets:
-            for segment in bucket.updated_segments:
-                tensors = bucket.tensors(segment, bucket.updated[0], bucket.state)
-                [moment] = tensors.states.values()
-                self._live[segment.name] = _Live(
-                    tensors.gradient, moment, tensors.master, tensors.published, table[segment.name], segment.start
-                )
-        sizes = {name: math.prod(table[name].shape) for bucket in buckets for name, *_ in bucket.plan.parameters()}
-        owned = [self._spans(buckets, mesh, rank, updates=False) for rank in group.ranks]
-        updated = [self._spans(buckets, mesh, rank, updates=True) for rank in group.ranks]
-        self._rounds = [_planned(names, owned, updated, group.index) for names in in_rounds(sizes, ROUND * group.size)]
-
-    def _spans(self, buckets: Sequence[Bucket], mesh: ProcessMesh, rank: int, *, updates: bool) -> list[MatrixSpan]:
-        """Return what a rank owns, or updates, of the matrices."""
-        coords, spans = mesh.layout.coords(rank), list[MatrixSpan]()
-        for bucket in buckets:
-            interval = bucket.owned_by(mesh, rank)
-            if updates and not bucket.options.sharded:
-                interval = 0, bucket.plan.size(bucket.group.size)
-            for segment in bucket.plan.segments(*interval):
-                row = self._table[segment.name]
-                box = row.placement.local_box(segment.name, row.shape, mesh.layout, coords)
-                spans += spans_of(segment.name, row.shape, box, segment.start, segment.stop)
-        return spans
+        self._like = buckets[0].gradients.new_empty(0, dtype=muon.direction_dtype(buckets[0].gradients.dtype))
+        by_rank = [[each for bucket in buckets for each in _held(bucket, table, mesh, rank)] for rank in group.ranks]
+        bucket_of = {name: bucket for bucket in buckets for name, *_ in bucket.plan.parameters()}
+        sizes, loads = {name: math.prod(table[name].shape) for name in bucket_of}, [0] * group.size
+        last_names = {bucket: name for name, bucket in bucket_of.items()}
+        self._rounds = list[_Round]()
+        for names in in_rounds(sizes, round_elements * group.size):
+            exchanges = _planned(names, by_rank, group.index, loads)
+            sent, returned = exchanges.sent.places, exchanges.updated.places
+            parts = [
+                _part(bucket_of[segment.name], segment, table[segment.name], sent.get(span), returned[span])
+                for span, segment, _ in by_rank[group.index]
+                if span in returned
+            ]
+            complete = [bucket for bucket in buckets if last_names[bucket] in names]
+            self._rounds.append(_Round(exchanges, muon.MuonTable(parts), complete))
 
     @torch.no_grad()
-    def update(self, optim: OptimConfig, lr: float, *, factor: Tensor, is_bad: Tensor) -> None:
-        """Make one step of all matrices with the gradients scaled by `factor`; none where `is_bad` is 1."""
+    def update(
+        self, optim: OptimConfig, lr: float, *, factor: Tensor, is_bad: Tensor, form: str = "csrc"
+    ) -> Iterator[Bucket]:
+        """Make one step of all matrices with the gradients scaled by `factor`, yielding the buckets that are updated.
+
+        Where `is_bad` is 1 none is.
+        """
         rate = lr * (optim.muon_lr / optim.lr if optim.muon_lr and optim.lr else 1.0)
-        for plan in self._rounds:
-            directions = {name: _direction(self._live[name], optim, factor, is_bad) for name in self._here(plan)}
-            own = [directions[span.part.matrix.name][self._place(span)] for span in plan.sent.spans]
-            parts = received_parts(self._exchange(own, plan.sent, plan.arriving), plan.arriving.spans)
-            made = {part: values.flatten() for part, values in orthogonal_parts(parts, optim.muon_steps).items()}
-            back = [made[span.part][span.start : span.stop] for span in plan.returned.spans]
-            updates = self._exchange(back, plan.returned, plan.updated).split(
-                [span.size for span in plan.updated.spans]
-            )
-            for span, values in zip(plan.updated.spans, updates, strict=True):
-                directions[span.part.matrix.name][self._place(span)] = values
-            for name, values in directions.items():
-                _step(self._live[name], optim, rate, values, is_bad)
 
-    def _here(self, plan: _Round) -> list[str]:
-        """Return the parameters of a round that this rank has elements of."""
-        return [name for name in plan.names if name in self._live]
+        def send(some: _Round) -> Work:
+            exchanges, directions = some.exchanges, self._like.new_empty(sum(some.exchanges.sent.sizes))
+            some.table.write_directions(directions, optim.muon_momentum, factor=factor, is_bad=is_bad, form=form)
+            return self._group.start_exchange(directions, exchanges.sent.sizes, exchanges.arriving.sizes)
 
-    def _place(self, span: MatrixSpan) -> slice:
-        """Return where a span is in what this rank updates of its parameter."""
-        first = span.first - self._live[span.part.matrix.name].start
-        return slice(first, first + span.size)
+        def step(some: _Round, updates: Work) -> Sequence[Bucket]:
+            some.table.step(updates.wait(), rate, optim.weight_decay, is_bad=is_bad, form=form)
+            return some.buckets
 
-    def _exchange(self, pieces: Sequence[Tensor], to_each: _Spans, from_each: _Spans) -> Tensor:
-        """Return what the ranks have for this one, of pieces for each of them."""
-        flat = torch.cat([self._nothing, *pieces])
-        return self._group.start_exchange(flat, list(to_each.sizes), list(from_each.sizes)).wait()
+        arriving, returning = send(self._rounds[0]), list[tuple[_Round, Work]]()
+        for some, following in zip(self._rounds, [*self._rounds[1:], None], strict=True):
+            arrived, spans = arriving.wait(), some.exchanges
+            if following is not None:
+                arriving = send(following)
+            updates = orthogonal_spans(arrived, spans.arriving.spans, spans.returned.spans, optim.muon_steps)
+            returning.append((some, self._group.start_exchange(updates, spans.returned.sizes, spans.updated.sizes)))
+            if len(returning) > 1:
+                yield from step(*returning.pop(0))
+        yield from step(*returning.pop())
 
 
-def matrix_updates(buckets: Sequence[Bucket], table: Mapping[str, Parameter], mesh: ProcessMesh) -> list[MatrixUpdates]:
+def matrix_updates(
+    buckets: Sequence[Bucket], table: Mapping[str, Parameter], mesh: ProcessMesh, round_elements: int = ROUND
+) -> list[MatrixUpdates]:
     """Return the updates of buckets of matrices, one for each group of ranks that hold them."""
     by_axes: dict[Axes, list[Bucket]] = {}
     for bucket in buckets:
         by_axes.setdefault(whole_axes(bucket.plan.runs[0].holders, mesh.layout), []).append(bucket)
-    return [MatrixUpdates(some, table, mesh) for some in by_axes.values()]
+    return [MatrixUpdates(some, table, mesh, round_elements) for some in by_axes.values()]
 
 
 def whole_axes(holders: Axes, layout: ParallelLayout) -> Axes:
@@ -146,70 +153,78 @@ def whole_axes(holders: Axes, layout: ParallelLayout) -> Axes:
     return Axis.TP, Axis.CP, Axis.DP
 
 
-def _planned(
-    names: Sequence[str], owned: Sequence[Sequence[MatrixSpan]], updated: Sequence[Sequence[MatrixSpan]], index: int
-) -> _Round:
-    """Return the round of some parameters for the rank at a place, of the spans of all ranks of the group."""
-    order = {name: number for number, name in enumerate(names)}
-    matrices = {span.part.matrix for spans in owned for span in spans if span.part.matrix.name in order}
-    in_order = sorted(matrices, key=lambda matrix: (order[matrix.name], matrix.expert))
-    takers = shared_out(in_order, len(owned))
-    members = range(len(owned))
+def _held(bucket: Bucket, table: Mapping[str, Parameter], mesh: ProcessMesh, rank: int) -> Iterator[_Held]:
+    """Yield what a rank updates of the matrices of a bucket: what it owns, and the rest if it updates all."""
+    coords, (start, stop) = mesh.layout.coords(rank), bucket.owned_by(mesh, rank)
+    intervals = [(start, stop)]
+    if not bucket.options.sharded:
+        intervals += (0, start), (stop, bucket.plan.size(bucket.group.size))
+    for interval in intervals:
+        for segment in bucket.plan.segments(*interval):
+            row, first = table[segment.name], interval[0] + segment.offset - segment.start
+            box = row.placement.local_box(segment.name, row.shape, mesh.layout, coords)
+            for span in spans_of(segment.name, row.shape, box, segment.start, segment.stop):
+                whole = Segment(segment.name, span.first, span.first + span.size, first + span.first)
+                yield _Held(span, whole, interval == (start, stop))
 
-    def between(spans: Sequence[MatrixSpan], rank: int) -> list[MatrixSpan]:
-        return [span for span in spans if takers.get(span.part.matrix) == rank]
 
-    return _Round(
-        names,
-        sent=_Spans.of([between(owned[index], rank) for rank in members]),
-        arriving=_Spans.of([between(owned[rank], index) for rank in members]),
-        returned=_Spans.of([between(updated[rank], index) for rank in members]),
-        updated=_Spans.of([between(updated[index], rank) for rank in members]),
+def _part(bucket: Bucket, segment: Segment, row: Parameter, sent: int | None, returned: int) -> muon.MuonPart:
+    """Return what an update takes of the elements of a bucket."""
+    live = bucket.tensors(segment, 0, bucket.state)
+    [moment] = live.states.values()
+    scale = muon.scale_of(bucket.options.muon_scale, *row.shape[-2:])
+    places, factors = (sent, returned), (row.rate, row.decay, scale)
+    return muon.MuonPart(live.gradient, moment, live.master, live.published, *places, *factors)
+
+
+def _planned(names: Sequence[str], by_rank: Sequence[Sequence[_Held]], index: int, loads: list[int]) -> _Exchanges:
+    """Return the exchanges of some parameters for the rank at a place, of what all ranks of the group hold.
+
+    Who has had less to do in the rounds before takes more; that is counted.
+    """
+    order, members = {name: number for number, name in enumerate(names)}, range(len(by_rank))
+    matrices = {each.span.part.matrix for some in by_rank for each in some if each.segment.name in order}
+    takers = shared_out(sorted(matrices, key=lambda matrix: (order[matrix.name], matrix.expert)), loads)
+
+    def between(rank: int, taker: int, *, owned: bool = False) -> list[MatrixSpan]:
+        some = (each.span for each in by_rank[rank] if each.is_owned or not owned)
+        return [span for span in some if takers.get(span.part.matrix) == taker]
+
+    return _Exchanges(
+        sent=_Spans.of([between(index, rank, owned=True) for rank in members]),
+        arriving=_Spans.of([between(rank, index, owned=True) for rank in members]),
+        returned=_Spans.of([between(rank, index) for rank in members]),
+        updated=_Spans.of([between(index, rank) for rank in members]),
     )
 
 
-def received_parts(arrived: Tensor, spans: Sequence[MatrixSpan]) -> Parts:
-    """Return parts of matrices, put together of the spans that arrived."""
-    parts: Parts = {}
-    for span, values in zip(spans, arrived.split([span.size for span in spans]), strict=True):
-        if span.part not in parts:
-            parts[span.part] = arrived.new_empty(math.prod(span.part.shape))
-        parts[span.part][span.start : span.stop] = values
-    return {part: values.view(part.shape) for part, values in parts.items()}
+def orthogonal_spans(
+    arrived: Tensor, arriving: Sequence[MatrixSpan], returned: Sequence[MatrixSpan], steps: int
+) -> Tensor:
+    """Return spans of matrices made orthogonal, one behind the other, of all spans of these that arrived.
 
-
-def orthogonal_parts(parts: Parts, steps: int) -> Parts:
-    """Return the same parts of the matrices made orthogonal: each matrix as a whole, those of one shape at once."""
-    by_shape: dict[tuple[int, int], dict[Matrix, list[MatrixPart]]] = {}
-    for part in parts:
-        by_shape.setdefault(part.matrix.shape, {}).setdefault(part.matrix, []).append(part)
-    results: Parts = {}
-    for shape, of_matrix in by_shape.items():
-        whole = next(iter(parts.values())).new_empty(len(of_matrix), *shape)
-        for matrix, pieces in zip(whole, of_matrix.values(), strict=True):
-            for part in pieces:
-                matrix[_rows(part)] = parts[part]
-        for matrix, pieces in zip(muon.orthogonal(whole, steps), of_matrix.values(), strict=True):
-            results |= {part: matrix[_rows(part)] for part in pieces}
+    Each matrix is taken as a whole, and those of one shape at once.
+    """
+    results = arrived.new_empty(sum(span.size for span in returned))
+    numbers: dict[tuple[int, int], dict[Matrix, int]] = {}
+    for span in arriving:
+        of_shape = numbers.setdefault(span.part.matrix.shape, {})
+        of_shape.setdefault(span.part.matrix, len(of_shape))
+    for shape, of_shape in numbers.items():
+        whole = arrived.new_empty(len(of_shape), *shape)
+        for matrices, values in _views(whole, of_shape, arrived, arriving):
+            matrices.copy_(values)
+        whole = muon.orthogonal(whole, steps)
+        for matrices, values in _views(whole, of_shape, results, returned):
+            values.copy_(matrices)
     return results
 
 
-def _rows(part: MatrixPart) -> tuple[slice, slice]:
-    """Return where a part is in its matrix."""
-    (top, left), (rows, columns) = part.corner, part.shape
-    return slice(top, top + rows), slice(left, left + columns)
-
-
-def _direction(live: _Live, optim: OptimConfig, factor: Tensor, is_bad: Tensor) -> Tensor:
-    gradient = live.gradient * factor.to(live.gradient.dtype)
-    return muon.direction(gradient, live.moment, optim.muon_momentum, is_bad=is_bad)
-
-
-def _step(live: _Live, optim: OptimConfig, rate: float, values: Tensor, is_bad: Tensor) -> None:
-    """Step the master of a part, and publish it."""
-    rate = rate * live.row.rate
-    decay = 1 - rate * optim.weight_decay * live.row.decay
-    adjusted = rate * muon.scale_of(optim.muon_scale, *live.row.shape[-2:])
-    master = split.whole_master(live.master, live.published)
-    muon.step(master, values, decay=decay, rate=adjusted, is_bad=is_bad)
-    split.publish(master, live.master, live.published)
+def _views(
+    whole: Tensor, numbers: Mapping[Matrix, int], values: Tensor, spans: Sequence[MatrixSpan]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rectangles of some matrices by their numbers, and the same elements of spans one behind the other."""
+    for span, own in zip(spans, values.split([span.size for span in spans]), strict=True):
+        for first, rows, columns in span.rectangles if span.part.matrix in numbers else ():
+            rectangle = whole[numbers[span.part.matrix], rows, columns]
+            yield rectangle, own[first : first + rectangle.numel()].view(rectangle.shape)

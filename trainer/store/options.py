@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.config import Config
+from trainer.config.optim import MuonScale
 from trainer.config.resolve import keeps_gathered
 from trainer.ops.dtypes import wide_dtype
 
@@ -30,6 +31,7 @@ class StoreOptions:
     keeps_gathered: bool
     with_optimizer: bool
     splits_master: bool
+    muon_scale: MuonScale
     overlaps_reduce: bool
     overlaps_gather: bool
 
@@ -48,6 +50,7 @@ class StoreOptions:
             keeps_gathered=keeps_gathered(config),
             with_optimizer=with_optimizer,
             splits_master=config.optim.master == "split",
+            muon_scale=config.optim.muon_scale,
             overlaps_reduce=parallel.overlap_grad_reduce,
             overlaps_gather=parallel.overlap_param_gather,
         )

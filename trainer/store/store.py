@@ -100,7 +100,8 @@ class ParameterStore:
 
     def _updates(self) -> list[tuple[list[Bucket], list[Updates]]]:
         """Return updates of what is on the device, each with the buckets that may be gathered behind it."""
-        some = [[bucket] for bucket in self.buckets] if self.options.overlaps_gather else [self.buckets]
+        others = [bucket for bucket in self.buckets if bucket.optimizer.update is not None]
+        some = [[bucket] for bucket in others] if self.options.overlaps_gather else [others]
         parts = [[(bucket, *bucket.updated, bucket.state) for bucket in buckets] for buckets in some]
         return [(buckets, [self._intervals(each)]) for buckets, each in zip(some, parts, strict=True)]
 
@@ -238,14 +239,15 @@ class ParameterStore:
             for number in (factor, is_bad) if late is None else (factor, is_bad, late[0]):
                 number.record_stream(self._beside)
         with torch.cuda.stream(self._beside), self.mesh.clock.span("update"):  # of no stream, the first does nothing
-            for matrices in self._matrices:
-                matrices.update(optim, lr, factor=factor, is_bad=is_bad)
             numbers = count()
             for buckets, parts in self._updated:
                 for intervals in parts:
                     with nullcontext() if self._window is None else self._window.updating(next(numbers)):
                         intervals.update(optim, lr, updates, factor=factor, is_bad=is_bad, late=late, form=form)
                 for bucket in buckets:
+                    bucket.start_gather()
+            for matrices in self._matrices:
+                for bucket in matrices.update(optim, lr, factor=factor, is_bad=is_bad, form=form):
                     bucket.start_gather()
             for bucket in self.buckets:
                 bucket.start_inner_gather()

@@ -17,8 +17,9 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.mesh.mesh import ProcessMesh
 from trainer.store.host_memory import locked_zeros, refuse_without_room
+from trainer.store.numa import cores_of, node_of
 
-PIECE_BYTES, NUM_BUFFERS = 128 << 20, 8
+NUM_BUFFERS = 16
 ALIGNMENT = 64  # elements: where a part is cut, kernels go on as before
 Copies = Sequence[tuple[Tensor, Tensor]]  # to, from
 Mark = Any  # a place in what a lane, or the current stream, has to do
@@ -84,7 +85,7 @@ class Streaming:
 
     lanes: Lanes
     new_state: Callable[[int, torch.dtype], Tensor]
-    piece_bytes: int = PIECE_BYTES
+    piece_bytes: int
     num_buffers: int = NUM_BUFFERS
     reserve: Callable[[int], object] = lambda num_bytes: None
 
@@ -93,8 +94,12 @@ def streaming_of(config: Config, mesh: ProcessMesh, *, with_optimizer: bool) -> 
     """Return how a run streams: a CPU has its state in the host's memory anyway."""
     if not (config.optim.offload and with_optimizer and mesh.device.type == "cuda"):
         return None
-    reserve = partial(refuse_without_room, world=mesh.world, device=mesh.device)
-    return Streaming(CudaLanes(mesh.device), locked_zeros, reserve=reserve)
+    option, less = "optim.offload", "--optim.moments bf16 takes less, and so do more ranks of dp"
+    hint = f"{less}; or leave --optimizer-offload out"
+    reserve = partial(refuse_without_room, world=mesh.world, device=mesh.device, option=option, hint=hint)
+    new_state = partial(locked_zeros, cores=cores_of(node_of(mesh.device)), option=option)
+    piece_bytes = (config.optim.offload_window_mib << 20) // NUM_BUFFERS
+    return Streaming(CudaLanes(mesh.device), new_state, piece_bytes, reserve=reserve)
 
 
 class Window:

@@ -97,5 +97,5 @@ def alone_of(config: Config) -> Config:
 def nothing_again(train: TrainConfig) -> TrainConfig:
     """Return the options of a run whose backward makes nothing again."""
     plain = TrainConfig()
-    names = ("recompute", "recompute_modules", "recompute_num_layers", "recompute_keep")
+    names = ("recompute", "recompute_modules", "recompute_num_layers", "recompute_keep", "recompute_offload")
     return replace(train, **{name: getattr(plain, name) for name in names})

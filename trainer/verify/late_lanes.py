@@ -6,6 +6,7 @@ there before.
 
 import torch
 
+from trainer.model.host_inputs import HostInputs
 from trainer.store.window import Copies, Mark, Streaming
 
 
@@ -45,4 +46,13 @@ class LateLanes:
 
 def streaming_on_cpu(piece_bytes: int = 1 << 11) -> Streaming:
     """Return how a CPU streams what it has in memory: in small pieces, through three buffers."""
-    return Streaming(LateLanes(), lambda size, dtype: torch.zeros(size, dtype=dtype), piece_bytes, 3)
+    return Streaming(LateLanes(), _zeros, piece_bytes, 3)
+
+
+def late_inputs() -> HostInputs:
+    """Return where a CPU puts inputs of layers: elsewhere in memory."""
+    return HostInputs(LateLanes(), _zeros)
+
+
+def _zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(size, dtype=dtype)

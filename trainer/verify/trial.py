@@ -28,7 +28,7 @@ from trainer.mesh.processes import Processes
 from trainer.model.microbatch import Batch
 from trainer.verdict import Outcome, StepStats
 from trainer.verify.host_waits import no_host_waits
-from trainer.verify.late_lanes import streaming_on_cpu
+from trainer.verify.late_lanes import late_inputs, streaming_on_cpu
 from trainer.verify.recording import Call, Recording
 from trainer.verify.replay import record_passes
 from trainer.verify.threads import Threads, run_threads
@@ -188,6 +188,9 @@ def made_engine(rank: int, config: Config, network: Network) -> Engine:
     streaming = streaming_on_cpu() if config.optim.offload else None
     engine = Engine(config, mesh_of(config, rank, CPU, network=network), streaming=streaming)
     engine.initialise()
+    if config.train.recompute_offload:
+        for chunk in engine.chunks.values():
+            chunk.keep_inputs(late_inputs())
     if config.train.cuda_graphs:
         record_passes(engine)
     return engine

@@ -38,7 +38,7 @@ KEEPS = {
         "moe_rows",
         "timeout_s",
     },
-    "optim": {"master", "allow_reset", "offload"},
+    "optim": {"master", "allow_reset", "offload", "offload_window_mib"},
     "fp8": {"stats_interval"},
     "train": {
         "cuda_graphs",
@@ -49,6 +49,7 @@ KEEPS = {
         "recompute_modules",
         "recompute_num_layers",
         "recompute_keep",
+        "recompute_offload",
         "memory_check",
         "eval_interval",
         "max_time_s",

@@ -1,19 +1,28 @@
 """What the backward makes again has the bits of what was kept, and nothing is made that it does not read."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.trainer.support.parity import local_batch, make_engine
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.parity import config_for, in_groups, local_batch, make_engine, small
 from tests.trainer.support.recompute import compare_again, dropping
 from tests.trainer.support.training import call
 from trainer.config import Config
+from trainer.config.check import cross_faults
 from trainer.linear.weight import Gemm
+from trainer.model.host_inputs import NUM_ON_DEVICE, HostInputs
 from trainer.model.recompute import Recompute
 from trainer.ops.attention.sdpa import CpuFlash
-from trainer.run.activations import CHOICES
+from trainer.run.activations import CHOICES, activation_bytes, host_bytes
+from trainer.run.banner import offload_text
+from trainer.store.window import Copies, Mark
+from trainer.verify.host_waits import no_host_waits
+from trainer.verify.late_lanes import LateLanes
 
 AGAIN = {name: options for name, options in CHOICES.items() if name != "none"} | {
     "full of a layer": {"recompute": "full", "recompute_num_layers": 1},
@@ -25,6 +34,7 @@ def with_train(config: Config, **train: Any) -> Config:
     return replace(config, train=replace(config.train, **train))
 
 
+SLOW = [pytest.mark.slow, pytest.mark.ci]
 QUICK = [("llama", "tp1", {}, name) for name in ("selective", "full of a layer")] + [
     ("gpt2", "tp1", {}, "selective of mlp,attention"),
     ("llama", "tp2", {"overlap_grad_reduce": False}, "full that keeps attention"),
@@ -59,6 +69,121 @@ def test_what_is_made_again_has_the_bits_of_what_is_kept(
     model: Any, layout: str, parallel: dict[str, Any], choice: str
 ) -> None:
     compare_again(dropping(model, layout, **parallel), **AGAIN[choice])
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel", "again"),
+    [
+        ("tp1", {}, {}),
+        ("pp2", {"schedule": "zb-h1"}, {"recompute_keep": "attention"}),
+        pytest.param("tp2-pp2", {"schedule": "1f1b"}, {"recompute_num_layers": 3}, marks=SLOW),
+        pytest.param("pp2-virtual2", {}, {}, marks=SLOW),
+        pytest.param("dp2", {"zero_stage": 3, "zero_whole_kib": 0}, {}, marks=SLOW),
+    ],
+)
+def test_inputs_in_host_memory_have_the_bits_of_others(
+    layout: str, parallel: dict[str, Any], again: dict[str, Any]
+) -> None:
+    config = dropping("llama", layout, **parallel)
+    config = replace(config, model=replace(config.model, num_layers=4 * config.parallel.pp))
+    compare_again(config, recompute="full", recompute_offload=True, **again)
+
+
+def test_an_input_comes_back_one_layer_ahead_and_its_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dropping("llama", "tp1")
+    config = replace(config, model=replace(config.model, num_layers=6))
+    engine = make_engine(0, with_train(config, recompute="full"))
+    lanes, sizes = Counted(), list[int]()
+
+    def new_memory(size: int, dtype: torch.dtype) -> torch.Tensor:
+        sizes.append(size)
+        return torch.zeros(size, dtype=dtype)
+
+    [chunk] = engine.chunks.values()
+    chunk.keep_inputs(HostInputs(lanes, new_memory))
+    real = Gemm.forward
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        lanes.calls.append("product")
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(Gemm, "forward", forward)
+    for step in range(2):
+        engine.train_step(step, local_batch(config, step, engine.mesh))
+    assert len(sizes) == 5, "of all layers but the last; each pass takes the same"
+    as_planned = with_train(config, recompute="full", recompute_offload=True, device="cuda")
+    stream = sizes[0] * engine.dtype.itemsize
+    assert host_bytes(as_planned, 0) == 5 * stream
+    resident = activation_bytes(with_train(as_planned, recompute_offload=False), 0)
+    assert resident - activation_bytes(as_planned, 0) == (5 - NUM_ON_DEVICE) * stream
+    passes = 2 * config.train.gradient_accumulation_steps
+    copies = [call for call in lanes.calls if call in ("in", "out")]
+    assert copies == (["out"] * 5 + ["in"] * 5) * passes
+    behind = [after for call, after in zip(lanes.calls, lanes.calls[1:], strict=False) if call == "in"]
+    assert set(behind) == {"product"}, "of the layer before, in the order of the backward"
+    lanes.calls.clear()
+    engine.eval_batch(in_groups(local_batch(config, 9, engine.mesh)))
+    assert set(lanes.calls) == {"product"}, "without a backward nothing is moved"
+
+
+def on_gpu(config: Config) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses and masters of a training without a wait, and the most memory that it took."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    engine = make_engine(0, config)
+    losses = []
+    for step in range(4):
+        batch = local_batch(config, step, engine.mesh)
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        with no_host_waits("cuda" if step > 1 else "cpu"):
+            pending = engine.start_step(step, batch)
+        losses.append(pending.read().loss)
+    masters = [bucket.master.cpu() for bucket in engine.store.buckets]
+    return losses, masters, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.cuda
+@pytest.mark.parametrize("keep", ["nothing", "attention"])
+def test_a_gpu_keeps_few_inputs_of_layers(keep: str) -> None:
+    config = small(config_for("llama", ParallelLayout(), device="cuda", precision="bf16"))
+    model = replace(config.model, hidden_size=1024, ffn_hidden_size=2048, num_layers=24, num_heads=8, head_size=128)
+    train = {"seq_length": 1024, "micro_batch_size": 16, "global_batch_size": 32, "gradient_accumulation_steps": 2}
+    config = with_train(replace(config, model=model), recompute="full", recompute_keep=keep, **train)
+    losses, masters, resident_peak = on_gpu(config)
+    from_host, others, peak = on_gpu(with_train(config, recompute_offload=True))
+    assert from_host == losses
+    assert all(map(torch.equal, others, masters))
+    stream = 16 * 1024 * 1024 * 2
+    assert resident_peak - peak >= 0.9 * (23 - NUM_ON_DEVICE) * stream
+
+
+class Counted(LateLanes):
+    """Notes copies, and waits for what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[str]()
+
+    def copy(self, lane: str, copies: Copies, after: Mark | None) -> Mark:
+        """Note that something is copied."""
+        self.calls += [lane] * bool(copies)
+        return super().copy(lane, copies, after)
+
+    def wait(self, mark: Mark) -> None:
+        """Note a wait."""
+        self.calls += ["wait"] * (mark is not None and mark[0] == "in")
+        super().wait(mark)
+
+
+def test_inputs_in_host_memory_without_effect_are_said_and_graphs_refused() -> None:
+    config = with_train(dropping("llama", "tp1"), recompute="full", recompute_offload=True)
+    assert list(offload_text(config, torch.device("cpu"))) == [
+        "train.recompute_offload has no effect: a CPU has inputs of layers in the host's memory anyway"
+    ]
+    graphs = with_train(config, device="auto", cuda_graphs=True)
+    assert any("train.recompute_offload moves inputs of layers" in reason for _, reason in cross_faults(graphs, 1))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from trainer.plan.step_time import group_places, step_time
 from trainer.plan.trace import traced
 from trainer.plan.volumes import VolumeTable
 from trainer.run.memory import optimizer_bytes
-from trainer.store.window import NUM_BUFFERS, PIECE_BYTES
 
 NODE: dict[str, Any] = {"network": 50e9, "node": 8}
 H100 = Rates.of_card("h100", **NODE)
@@ -71,12 +70,12 @@ def test_state_on_the_host_takes_its_way_beside_the_next_forward() -> None:
     rate = 1e7  # bytes a second
     slow = PartRate("stream", "forward", "any", (1.0,), rate, 1.0)
     rates = Rates.of_calibration(replace(known, figures=(*known.figures, slow)), **NODE)
-    config = run_with(model__hidden_size="3072", model__num_layers="16")
+    config = run_with(model__hidden_size="3072", model__num_layers="32")
     offloaded = replace(config, optim=replace(config.optim, offload=True))
     volumes = VolumeTable().of(config)
     resident, streaming = (step_time(run, rates, volumes) for run in (config, offloaded))
     state = optimizer_bytes(config, local_runs(config, parameter_table(config), layout_of(config), Coords()))
-    streamed = (state - PIECE_BYTES * NUM_BUFFERS) / rate
+    streamed = (state - (offloaded.optim.offload_window_mib << 20)) / rate
     assert streamed > 1
     assert resident.update < 0.1
     number = config.train.gradient_accumulation_steps

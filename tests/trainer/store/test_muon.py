@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptkit import Box
 from ckptkit.model.layout import ParallelLayout
@@ -15,7 +16,9 @@ from tests.trainer.support.parity import alone, assert_parity, config_for, local
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.engine import Engine
-from trainer.store.matrices import Matrix, in_rounds, shared_out, spans_of
+from trainer.mesh.group import Network
+from trainer.store.matrices import Matrix, MatrixPart, MatrixSpan, in_rounds, shared_out, spans_of
+from trainer.store.muon import matrix_updates
 from trainer.verify.faults.fault import EXPERTS, Fault, config_of
 from trainer.verify.threads import run_threads
 
@@ -31,6 +34,12 @@ def views(engine: Engine, kind: str) -> dict[str, Tensor]:
     }
 
 
+def travel_in_rounds(engine: Engine) -> None:
+    """Let few matrices travel together."""
+    matrices = [bucket for bucket in engine.store.buckets if bucket.optimizer.update is None]
+    engine.store._matrices = matrix_updates(matrices, engine.table, engine.mesh, round_elements=300)
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_an_update_of_one_process_has_the_bits_of_torch(model: str, scale: str) -> None:
@@ -38,6 +47,8 @@ def test_an_update_of_one_process_has_the_bits_of_torch(model: str, scale: str) 
     options: dict[str, Any] = {"name": "muon", "muon_lr": 0.02, "muon_scale": scale, "clip": 0.0, "min_lr": 5e-3}
     config = replace(config, optim=replace(config.optim, **options), train=replace(config.train, precision="fp32"))
     engine = make_engine(0, config)
+    if scale == "original":
+        travel_in_rounds(engine)
     matrices = {name: row for name, row in engine.table.items() if row.optimizer == "muon"}
     assert {name.split(".")[-2] for name in matrices} >= {"q", "k", "v", "out", "gate", "up", "down"}
     assert not any("router" in name or "norm" in name or name.startswith(("embed", "head", "pos")) for name in matrices)
@@ -89,6 +100,50 @@ def test_a_rank_without_a_matrix_joins_in() -> None:
     assert_parity(runs, run_steps(0, alone(config), 2))
 
 
+def trained_in_rounds(rank: int, config: Config, in_rounds: bool, *, network: Network | None = None) -> list[Tensor]:
+    engine = make_engine(rank, config, network=network)
+    if in_rounds:
+        travel_in_rounds(engine)
+    for step in range(3):
+        engine.train_step(step, local_batch(config, step, engine.mesh))
+    return [bucket.master.clone() for bucket in engine.store.buckets]
+
+
+@pytest.mark.parametrize(("layout", "zero_stage"), [("dp4", 1), ("tp2-dp2", 0)])
+def test_rounds_have_the_bits_of_one(layout: str, zero_stage: int) -> None:
+    config: Config = small(config_for("llama", ParallelLayout.parse(layout), zero_stage=zero_stage))
+    config = replace(config, optim=replace(config.optim, name="muon"))
+    size = layout_of(config).world_size
+    together, in_rounds = (run_threads(size, trained_in_rounds, config, each) for each in (False, True))
+    for masters, others in zip(together, in_rounds, strict=True):
+        assert all(map(torch.equal, masters, others))
+
+
+class Written(TorchDispatchMode):
+    """Elements of 16 bits that copies write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "copy" in str(func) or "cat" in str(func) or "clone" in str(func):
+            self.num_elements += out.numel() * (out.dtype == torch.bfloat16 and "_to_copy" not in str(func))
+        return out
+
+
+def test_what_travels_is_written_three_times() -> None:
+    """As directions, as matrices, and as what is returned."""
+    config: Config = small(config_for("llama", ParallelLayout(), precision="fp32"))
+    engine = make_engine(0, replace(config, optim=replace(config.optim, name="muon")))
+    decisions = {"factor": torch.ones((), dtype=torch.float64), "is_bad": torch.zeros(())}
+    with Written() as written:
+        engine.store.update(engine.config.optim, 0.1, 0, **decisions)
+    matrices = [row for row in engine.table.values() if row.optimizer == "muon"]
+    assert written.num_elements == 3 * sum(torch.Size(row.shape).numel() for row in matrices)
+
+
 @pytest.mark.parametrize("master", ["wide", "split"])
 def test_a_bad_step_keeps_moments_and_weights(master: str) -> None:
     config: Config = small(config_for("llama", ParallelLayout(), precision="bf16"))
@@ -128,7 +183,30 @@ def test_spans_cover_each_element_of_a_box_once(experts: int, rows: int, columns
     assert all(span.part.corner == (rows, 0) for span in spans)
 
 
+@given(st.integers(0, 2), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_rectangles_of_a_span_are_its_elements(left: int, rows: int, columns: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, rows * columns - 1))
+    stop = data.draw(st.integers(start + 1, rows * columns))
+    matrix = Matrix("w", 0, (rows + 1, left + columns + 1))
+    span = MatrixSpan(MatrixPart(matrix, (1, left), (rows, columns)), start, stop, 0)
+    places, number = torch.full(matrix.shape, -1), 0
+    for first, some_rows, some_columns in span.rectangles:
+        places[some_rows, some_columns] = torch.arange(first, first + places[some_rows, some_columns].numel()).view(
+            places[some_rows, some_columns].shape
+        )
+        number += 1
+    expected = torch.full((rows * columns,), -1)
+    expected[start:stop] = torch.arange(stop - start)
+    assert torch.equal(places[1:, left : left + columns], expected.view(rows, columns))
+    assert int((places >= 0).sum()) == stop - start
+    assert number <= 3
+
+
 def test_the_dearest_matrices_are_shared_out_first() -> None:
     matrices = [Matrix(name, 0, (size, 2)) for name, size in (("a", 3), ("b", 5), ("c", 4), ("d", 2))]
-    assert {matrix.name: rank for matrix, rank in shared_out(matrices, 2).items()} == {"b": 0, "c": 1, "a": 1, "d": 0}
+    loads = [0, 0]
+    takers = shared_out(matrices, loads)
+    assert {matrix.name: rank for matrix, rank in takers.items()} == {"b": 0, "c": 1, "a": 1, "d": 0}
+    assert loads == [48 + 24, 40 + 32]
+    assert set(shared_out(matrices, [1000, 0]).values()) == {1}, "who had more to do before takes none"
     assert in_rounds({"a": 5, "b": 2, "c": 3, "d": 9}, 5) == [["a"], ["b", "c"], ["d"]]

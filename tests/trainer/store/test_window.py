@@ -1,6 +1,7 @@
 """Optimizer state that is streamed from host memory: the bits of state on the device, and no waits of the host."""
 
 import gc
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from trainer.mesh.group import Network
 from trainer.mesh.mesh import mesh_of
 from trainer.mesh.processes import Processes
 from trainer.run.banner import offload_text
-from trainer.store.host_memory import available_bytes, refuse_without_room
+from trainer.store.host_memory import available_bytes, refuse_without_room, zeros_near
+from trainer.store.numa import cores_of, node_at, on_cores
 from trainer.store.window import cuts_of
 from trainer.verify.bench import Bench
 from trainer.verify.checks import CHECKS, run_check
@@ -76,6 +78,7 @@ def assert_same(config: Config) -> None:
     ("precision", "optim"),
     [
         ("bf16", {}),
+        ("bf16", {"master": "split"}),
         ("bf16", {"master": "split", "moments": "bf16"}),
         ("fp16", {}),
         ("fp32", {}),
@@ -126,14 +129,46 @@ def test_what_cannot_be_streamed_is_refused() -> None:
 def test_too_little_host_memory_is_an_error_that_says_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = mesh_of(config_of("tp1", "bf16"), 0, CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    refuse_without_room(1, mesh.world, CPU)
-    with pytest.raises(UserError, match=r"needs 8388608.00 GiB .*4 ranks of a node take 2097152.00 GiB each"):
-        refuse_without_room(1 << 51, mesh.world, CPU)
+    words = {"option": "optim.offload", "hint": "take less"}
+    refuse_without_room(1, mesh.world, CPU, **words)
+    with pytest.raises(
+        UserError, match=r"optim.offload needs 8388608.00 GiB .*4 ranks of a node take 2097152.00 GiB e"
+    ):
+        refuse_without_room(1 << 51, mesh.world, CPU, **words)
     (tmp_path / "meminfo").write_text("MemTotal: 16 kB\nMemAvailable: 8 kB\n")
     assert available_bytes(tmp_path / "meminfo", tmp_path) == 8192
     (tmp_path / "memory.max").write_text("6000\n")
     (tmp_path / "memory.current").write_text("1000\n")
     assert available_bytes(tmp_path / "meminfo", tmp_path) == 5000
+
+
+def test_memory_is_touched_by_a_thread_near_the_gpu(tmp_path: Path) -> None:
+    (tmp_path / "0000:1b:00.0").mkdir()
+    for text, node in (("1\n", 1), ("-1\n", None)):
+        (tmp_path / "0000:1b:00.0" / "numa_node").write_text(text)
+        assert node_at("0000:1b:00.0", tmp_path) == node
+    assert node_at("0000:1c:00.0", tmp_path) is None
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node1" / "cpulist").write_text("0-2,8,10-11\n")
+    assert cores_of(1, tmp_path) == {0, 1, 2, 8, 10, 11}
+    assert cores_of(None, tmp_path) == set()
+    before = os.sched_getaffinity(0)
+    with on_cores({max(before)}) as is_near:
+        assert is_near
+        assert os.sched_getaffinity(0) == {max(before)}
+    assert os.sched_getaffinity(0) == before
+    for cores, is_touched in (({4095}, False), ((), False), (before, True)):  # not here, none, and here
+        pages = resident_pages()
+        memory = zeros_near(64 << 20, cores)
+        assert (resident_pages() - pages > 8000) == is_touched
+        assert not memory.any()
+        assert os.sched_getaffinity(0) == before
+        del memory
+
+
+def resident_pages() -> int:
+    """Pages of memory that this process has touched."""
+    return int(Path("/proc/self/statm").read_text().split()[1])
 
 
 def on_gpu(config: Config, *, offload: bool) -> tuple[dict[str, Any], int, int]:
@@ -163,6 +198,7 @@ def on_gpu(config: Config, *, offload: bool) -> tuple[dict[str, Any], int, int]:
 def test_a_gpu_keeps_a_window_of_the_state(optim: dict[str, Any]) -> None:
     config = config_for("llama", ParallelLayout(), device="cuda", precision="bf16")
     model = replace(config.model, hidden_size=2048, ffn_hidden_size=8192, num_layers=8, dropout=0.0)
+    optim = {"offload_window_mib": 1024, **optim}
     config = replace(config, model=model, optim=replace(config.optim, **optim))
     plain, resident_peak, kept = on_gpu(config, offload=False)
     streamed, peak, _ = on_gpu(config, offload=True)

@@ -17,6 +17,7 @@ from trainer.mesh.processes import Processes
 from trainer.model.microbatch import Batch
 from trainer.ops.native import csrc_calls
 from trainer.store.store import ParameterStore
+from trainer.verify.late_lanes import late_inputs
 from trainer.verify.recording import Recording
 from trainer.verify.trial import counted_step
 from trainer.verify.whole import assembled, copied
@@ -130,6 +131,9 @@ def make_engine(rank: int, config: Config, *, network: Network | None = None) ->
     carried = network or Processes(device, timeout_s=config.parallel.timeout_s)
     mesh = mesh_of(config, rank, device, network=Recording(carried))
     engine = Engine(config, mesh)
+    if config.train.recompute_offload and device.type == "cpu":
+        for chunk in engine.chunks.values():
+            chunk.keep_inputs(late_inputs())
     engine.initialise()
     return engine
 

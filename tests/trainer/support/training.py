@@ -80,9 +80,9 @@ def call(verb: str, *arguments: object) -> int:
 class Job:
     """One command line under torchrun on one node, that can be started again and again."""
 
-    def __init__(self, num_ranks: int, *arguments: object, metrics: Path) -> None:
+    def __init__(self, num_ranks: int, *arguments: object, metrics: Path, program: str = "trainer") -> None:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        self._command = [*launcher, "-m", "trainer", "train", *map(str, arguments), "--metrics", str(metrics)]
+        self._command = [*launcher, "-m", program, "train", *map(str, arguments), "--metrics", str(metrics)]
         self.metrics = metrics
 
     def start(self) -> subprocess.Popen[str]:

@@ -1,47 +1,62 @@
 """Faults of optimizers that take whole matrices: a matrix that is a part, or several, or of another's numbers."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.store import muon
-from trainer.store.matrices import Matrix, MatrixPart
+from trainer.store.matrices import Matrix, MatrixPart, MatrixSpan
 from trainer.verify.faults.fault import DP, TP, Fault
 from trainer.verify.faults.planting import wrapping
 
 MUON: dict[str, Any] = {"name": "muon", "muon_lr": 0.02}
+Spans = Sequence[MatrixSpan]
 
 
-def each_part_alone(real: Any, parts: muon.Parts, steps: int) -> muon.Parts:
-    alone = {part: replace(part, matrix=replace(part.matrix, shape=part.shape), corner=(0, 0)) for part in parts}
-    return {part: real({alone[part]: values}, steps)[alone[part]] for part, values in parts.items()}
+def of_other_parts(
+    real: Any, arrived: Tensor, spans: tuple[Spans, Spans], steps: int, other: Callable[..., Any]
+) -> Tensor:
+    """Make spans orthogonal as if they were of other parts."""
+    some = ([replace(span, part=other(span.part)) for span in each] for each in spans)
+    made: Tensor = real(arrived, *some, steps)
+    return made
 
 
-def heads_together(real: Any, parts: muon.Parts, steps: int) -> muon.Parts:
-    """Make queries, keys and values of a layer orthogonal one below the other."""
-    groups: dict[str, list[MatrixPart]] = {}
-    for part in parts:
+def each_part_alone(real: Any, arrived: Tensor, arriving: Spans, returned: Spans, steps: int) -> Tensor:
+    def alone(part: MatrixPart) -> MatrixPart:
+        name = f"{part.matrix.name} from {part.corner}"
+        return MatrixPart(Matrix(name, part.matrix.expert, part.shape), (0, 0), part.shape)
+
+    return of_other_parts(real, arrived, (arriving, returned), steps, alone)
+
+
+def heads_together(real: Any, arrived: Tensor, arriving: Spans, returned: Spans, steps: int) -> Tensor:
+    """Make queries, keys and values of a layer orthogonal one below the other, if a rank takes all three."""
+    layers: dict[str, dict[str, Matrix]] = {}
+    for span in arriving:
+        layer, _, name = span.part.matrix.name.rpartition(".attn.")
+        if name in ("q.weight", "k.weight", "v.weight"):
+            layers.setdefault(layer, {})[name] = span.part.matrix
+
+    def together(part: MatrixPart) -> MatrixPart:
         layer, _, name = part.matrix.name.rpartition(".attn.")
-        groups.setdefault(layer if name in ("q.weight", "k.weight", "v.weight") else part.matrix.name, []).append(part)
-    orthogonal: muon.Parts = {}
-    for name, members in groups.items():
-        if len(members) != 3:
-            orthogonal |= real({part: parts[part] for part in members}, steps)
-            continue
-        stacked = torch.cat([parts[part] for part in members])
-        shape = len(stacked), stacked.shape[1]
-        whole = MatrixPart(Matrix(name, 0, shape), (0, 0), shape)
-        made = real({whole: stacked}, steps)[whole].split([part.shape[0] for part in members])
-        orthogonal |= dict(zip(members, made, strict=True))
-    return orthogonal
+        matrices = layers.get(layer, {})
+        if len(matrices) < 3 or name not in matrices:
+            return part
+        names, (top, left) = list(matrices), part.corner
+        tops = [sum(matrices[each].shape[0] for each in names[:number]) for number in range(4)]
+        whole = Matrix(layer, 0, (tops[3], part.matrix.shape[1]))
+        return replace(part, matrix=whole, corner=(tops[names.index(name)] + top, left))
+
+    return of_other_parts(real, arrived, (arriving, returned), steps, together)
 
 
-def of_the_neighbour(real: Any, arrived: Tensor, spans: Any) -> muon.Parts:
+def of_the_neighbour(real: Any, arrived: Tensor, *others: Any) -> Tensor:
     """Take what came from one of two ranks for what came from the other."""
-    parts: muon.Parts = real(arrived.roll(len(arrived) // 2), spans)
-    return parts
+    made: Tensor = real(arrived.roll(len(arrived) // 2), *others)
+    return made
 
 
 OPTIMIZER_FAULTS = (
@@ -49,21 +64,21 @@ OPTIMIZER_FAULTS = (
         "newton-schulz-of-a-part",
         "Newton-Schulz makes the part of a tp rank orthogonal",
         TP,
-        wrapping(muon, "orthogonal_parts", each_part_alone),
+        wrapping(muon, "orthogonal_spans", each_part_alone),
         optim=MUON,
     ),
     Fault(
         "heads-as-one-matrix",
         "Newton-Schulz takes queries, keys and values as one matrix",
         None,
-        wrapping(muon, "orthogonal_parts", heads_together),
+        wrapping(muon, "orthogonal_spans", heads_together),
         optim=MUON,
     ),
     Fault(
         "momentum-of-neighbour",
         "a matrix is put together of the neighbour's momentum",
         DP,
-        wrapping(muon, "received_parts", of_the_neighbour),
+        wrapping(muon, "orthogonal_spans", of_the_neighbour),
         optim=MUON,
     ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainer.model import recompute
+from trainer.model.host_inputs import HostInputs
 from trainer.model.microbatch import MicroBatch
 from trainer.model.norm import Norm
 from trainer.parallel import context
@@ -72,7 +73,20 @@ def results_of_the_last_call(patch: Patch) -> None:
     patch.setattr(context, "attention", attend)
 
 
+def read_before_it_came(real: Any, self: HostInputs, memory: torch.Tensor, mark: Any) -> None:
+    """Read the input of a layer without a wait for it."""
+    real(self, memory, None)
+
+
 RECOMPUTE_FAULTS = (
+    Fault(
+        "input-read-early",
+        "a layer reads its input before that came back from the host's memory",
+        None,
+        wrapping(HostInputs, "arrive", read_before_it_came),
+        train={"recompute": "full", "recompute_offload": True},
+        check=SCHEDULES,
+    ),
     Fault(
         "dropout-drawn-again",
         "dropout is drawn with another key in the second pass",
