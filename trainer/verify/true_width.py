@@ -98,9 +98,10 @@ class Wide:
     @cached_property
     def batch(self) -> Batch:
         """Return drawn tokens, of which each but every ninth counts, in documents where these are masked."""
-        draw, train = torch.Generator().manual_seed(self.config.train.seed), self.config.train
+        train, vocab_size = self.config.train, self.config.model.vocab_size
         shape = train.gradient_accumulation_steps, train.micro_batch_size, train.seq_length
-        tokens = torch.randint(self.config.model.vocab_size, (*shape[:2], shape[2] + 1), generator=draw).to(self.device)
+        draw = torch.Generator().manual_seed(train.seed)
+        tokens = torch.randint(vocab_size, (*shape[:2], shape[2] + 1), generator=draw, device="cpu").to(self.device)
         positions = torch.arange(shape[2], device=self.device).expand(shape).contiguous()
         mask = (torch.arange(shape[0] * shape[1] * shape[2], device=self.device) % 9 > 0).float().view(shape)
         documents = ((self.bounds, self.longest),) * shape[0] if self.config.data.document_mask else None

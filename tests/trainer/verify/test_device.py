@@ -20,6 +20,7 @@ from trainer.verify.card import card, page, verdict_of
 from trainer.verify.device_checks import DEVICE_CHECKS, device_results
 from trainer.verify.result import Result
 from trainer.verify.shrink import Shrunk
+from trainer.verify.true_width import Wide, true_width
 
 Capture = pytest.CaptureFixture[str]
 SIZES = {
@@ -95,6 +96,14 @@ def test_an_op_with_a_wrong_gradient_is_found(
     result = checked(run())[1][check]
     assert result.state == "FAILED"
     assert text in result.text
+
+
+def test_a_batch_is_drawn_on_the_host_whatever_the_default_device() -> None:
+    cpu = torch.device("cpu")
+    wide = true_width(run(), cpu, row=32).config
+    expected = Wide(wide, cpu).batch.tokens
+    with torch.device("meta"):  # as a reference on a GPU has its own
+        assert torch.equal(Wide(wide, cpu).batch.tokens, expected)
 
 
 def test_what_cannot_run_is_not_sound() -> None:
