@@ -56,7 +56,7 @@ def sums_on(rank: int, layout: ParallelLayout, *, network: Network | None = None
     runs = local_runs(config_for("llama", ParallelLayout()), TABLE, layout, mesh.coords)
     options = StoreOptions(
         wide, wide, wide, 0, 1 << 20, zero_stage=1, whole_bytes=0, keeps_gathered=False, with_optimizer=True,
-        splits_master=False, overlaps_reduce=False, overlaps_gather=False,
+        splits_master=False, muon_scale="original", overlaps_reduce=False, overlaps_gather=False,
     )  # fmt: skip
     store = ParameterStore(TABLE, runs, mesh, options)
     boxes = {name: row.placement.local_box(name, row.shape, layout, mesh.coords) for name, row in TABLE.items()}
