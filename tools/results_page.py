@@ -41,9 +41,9 @@ class Claim:
 
     @property
     def script(self) -> Path:
-        """The benchmark that measured it, or the configuration of a run that did."""
+        """The benchmark or the tool that measured it, or the configuration of a run that did."""
         words = self.row.command.split()
-        name = next(word for word in words if word.startswith("benchmarks"))
+        name = next(word for word in words if word.startswith(("benchmarks", "tools.")))
         return self.root / (name if name.endswith((".py", ".toml")) else name.replace(".", "/") + ".py")
 
     @property
