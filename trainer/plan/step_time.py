@@ -49,6 +49,8 @@ def step_time(config: Config, rates: Rates, volumes: Volumes) -> StepTime:
     number, pp = config.train.gradient_accumulation_steps, config.parallel.pp
     puts_off = pp > 1 and config.parallel.schedule == "zb-h1"
     passes = stage_passes(config, rates, TokenCalls(volumes, rates, group_places(config), puts_off))
+    if config.parallel.zero_stage > 1:
+        add_store_calls(config, rates, passes)
     stages_of = [range(rank, layout_of(config).num_stages, pp) for rank in range(pp)]
     busy = [sum(passes[kind, stage].total for kind in "FB" for stage in stages) for stages in stages_of]
     slowest = max(range(pp), key=busy.__getitem__)
@@ -66,6 +68,22 @@ def step_time(config: Config, rates: Rates, volumes: Volumes) -> StepTime:
         update=update_s(config, rates, group_places(config), slowest, forward),
         host=number * (busy[slowest] - computed),
     )
+
+
+def add_store_calls(config: Config, rates: Rates, passes: Mapping[tuple[str, int], Pass]) -> None:
+    """Add to passes what the host takes to gather weights for them, and to sum gradients behind them.
+
+    Of 12 gathers in a step of 3 micro-batches on one stage each pass has 2.
+    """
+    parallel, table, layout = config.parallel, parameter_table(config), layout_of(config)
+    number, places = config.train.gradient_accumulation_steps, group_places(config)
+    for pp in range(parallel.pp):
+        stages = range(pp, layout.num_stages, parallel.pp)
+        for move in store_moves(config, local_runs(config, table, layout, Coords(pp=pp)), places):
+            ways = "FB" if move.kind == "all_gather" else "B"
+            for way, stage in product(ways if move.is_of_pass else "", stages):
+                times = move.times / number / len(ways) / len(stages)
+                passes[way, stage].host += times * rates.call_host_s()
 
 
 def pipeline_s(config: Config, rates: Rates, passes: Mapping[tuple[str, int], Pass], busy: float) -> float:

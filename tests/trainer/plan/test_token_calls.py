@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
+from ckptkit import Coords
 from tests.trainer.support.calibrated import calibration_of
 from tests.trainer.support.option_walk import run_of
 from trainer.config import Config
-from trainer.config.resolve import resolve
+from trainer.config.resolve import layout_of, resolve
+from trainer.model.table import local_runs, parameter_table
 from trainer.plan.calibration import PartRate
 from trainer.plan.rates import Rates
-from trainer.plan.step_time import step_time
+from trainer.plan.step_time import group_places, step_time
+from trainer.plan.store_moves import store_moves
 from trainer.plan.token_calls import TokenCalls
 from trainer.plan.volumes import VolumeTable
 
@@ -72,3 +75,14 @@ def test_a_host_that_makes_calls_slowly_is_what_a_step_waits_for() -> None:
     number = config.train.gradient_accumulation_steps
     calls = number * (config.model.num_layers * volumes.layer.total() + volumes.ends.total())
     assert more.total - less.total == pytest.approx(calls * 1e-3)
+
+
+def test_a_host_makes_the_calls_of_cut_weights_too() -> None:
+    known = calibration_of(H100)
+    rates = Rates.of_calibration(replace(known, host_s=known.host_s | {"call": 1.0}), **NODE)
+    flags = {"parallel__dp": "2", "parallel__zero_stage": "3", "parallel__reshard_after_forward": "on"}
+    config = resolve(run_of("examples/gpt-small.toml", **(SIZES | {"model__num_layers": "9"} | flags)), 2)
+    runs = local_runs(config, parameter_table(config), layout_of(config), Coords())
+    times = sum(move.times for move in store_moves(config, runs, group_places(config)) if move.is_of_pass)
+    assert times > 2 * config.train.gradient_accumulation_steps
+    assert step_time(config, rates, VolumeTable().of(config)).total == pytest.approx(times, rel=0.01)
