@@ -26,7 +26,7 @@ from tests.power_loss.unseen import RACES, UNSEEN
 from tools.power_loss.equivalence import KEY_BYTES, Equivalence, kinds
 from tools.power_loss.states import MODELS, make, states
 
-AGAIN_EVERY = 10  # trees, of programs that another attempt follows
+AGAIN_EVERY = 50  # trees, of programs that another attempt follows
 
 
 @dataclass

@@ -1,13 +1,14 @@
 """What every program of this folder is, and what makes and checks the runs of them."""
 
 import hashlib
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.format.keys import step_folder
+from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from tests.ckptkit.support.small_steps import restored_value, save_ranks
@@ -63,13 +64,20 @@ def saved(*steps: int, then: Callable[[Path], object] = lambda _: None) -> Calla
 
 
 def content_of(step: Path) -> bytes:
-    """Return the digest of a step's files on a disk, but for hidden ones; nothing of a step elsewhere."""
-    if not isinstance(step, Path):
+    """Return the digest of a step's files on a disk: its root's, and those of the attempt that the root names.
+
+    A load reads no others. Of a step elsewhere, or without a root that can be read, return nothing.
+    """
+    try:
+        root = (step / ROOT_KEY).read_bytes() if isinstance(step, Path) else b""
+        attempt = str(step / json.loads(root)["attempt"])
+    except (OSError, ValueError, KeyError):
         return b""
-    digest = hashlib.blake2b()
-    for file in sorted(os.path.join(at, name) for at, _, names in os.walk(step) for name in names if name[0] != "."):
+    names = os.listdir(attempt) if os.path.isdir(attempt) else []
+    digest = hashlib.blake2b(root)
+    for file in sorted(f"{attempt}/{name}" for name in names if not name.startswith(".")):
         content = Path(file).read_bytes()
-        digest.update(f"{file.removeprefix(str(step))} {len(content)} ".encode() + content)
+        digest.update(f"{file.removeprefix(attempt)} {len(content)} ".encode() + content)
     return digest.digest()
 
 
