@@ -43,7 +43,7 @@ def saved_once_more(
 ) -> Callable[[Path], None]:
     """Return what a job does that is started after a loss of power: save the steps that lack, by an attempt of its own.
 
-    After each step it does what comes `then`.
+    At the end, and after each step, it does what comes `then`.
     """
 
     def work(folder: Path) -> None:
@@ -54,6 +54,7 @@ def saved_once_more(
                 save_ranks(storage, step, "c", layout, step)
                 say(f"whole {step}")
                 then(folder)
+        then(folder)
 
     return work
 
