@@ -25,12 +25,6 @@ def stored(folder: Path) -> None:
     say("reads store")
 
 
-def stored_in_shards(folder: Path) -> None:
-    """Write a token store of many documents in ten shards."""
-    write_store(folder / "store", 4 * DOCUMENTS, vocab_size=1000, shard_documents=2)
-    say("reads store")
-
-
 def texts(folder: Path, num_lines: int = 12) -> None:
     """Make a text and a tokenizer for it."""
     lines = [json.dumps({"text": f"the quick brown fox {number} jumps"}) for number in range(num_lines)]
@@ -121,7 +115,6 @@ STORE_PROGRAMS = {
     "merge": Program(MERGE, store_fault, preprocessed, STORED),
     "archive": Program(ARCHIVE, store_fault, preprocessed, STORED),
     "unarchive": Program(UNARCHIVE, store_fault, archived, ARCHIVED),
-    "store of shards": Program(stored_in_shards, store_fault, is_repeatable=False),
     "preprocess shards": Program(PREPROCESS_SHARDS, store_fault, many_texts),
     "merge shards": Program(MERGE, store_fault, preprocessed_in_shards, STORED),
     "archive shards": Program(ARCHIVE, store_fault, preprocessed_in_shards, STORED),
