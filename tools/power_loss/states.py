@@ -35,7 +35,8 @@ def states(
 ) -> Iterator[State]:
     """Draw the states of every moment, each once: all of those with one change lost or one kept, and some others.
 
-    Those that `beyond`, the same recording with more fsyncs, may leave too are passed over, but for a lost host's.
+    Those that `beyond`, the same recording with more fsyncs, may leave too are passed over, but for a lost host's. Then
+    the last moments come first: most was promised by then.
     """
     if model == "hosts":
         yield from _without_a_host(recording, num_random, random.Random(seed))
@@ -45,7 +46,8 @@ def states(
     durable_there = durable_at if beyond is None else _durable_at(beyond, model)
     moments = sorted(
         {moment for each in (*recording.changes, *recording.syncs) for moment in (each.began, each.ended)}
-        | {moment for moment, *_ in recording.promises}
+        | {moment for moment, *_ in recording.promises},
+        reverse=beyond is not None,
     )
     for moment in moments:
         began = [number for number, change in enumerate(recording.changes) if change.began <= moment]

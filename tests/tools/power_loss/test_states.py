@@ -131,6 +131,8 @@ def test_states_beyond_a_recording_are_those_that_it_cannot_leave(tmp_path: Path
         beyond = [*states(less, model, beyond=made)]
         assert beyond
         assert all(map(loses_more, beyond))
+        moments = [state.moment for state in beyond]
+        assert moments == sorted(moments, reverse=True)
         assert {state.changes for state in filter(loses_more, states(less, model))} <= {
             state.changes for state in beyond
         }
