@@ -120,22 +120,21 @@ def test_a_lost_host_takes_what_nobody_synced_and_the_others_go_on() -> None:
 def test_states_beyond_a_recording_are_those_that_it_cannot_leave(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = recording("create x", "write x abc", "sync x", "create y", "sync .", "say end")
-    assert explore(made, "weakest", lambda *_: "wrong", folder, beyond=made).num_trees == 0
-    less = made.without("x")
-    for model, durable_at in (("weakest", made.durable_at), ("journal", made.in_journal_at)):
+    synced = recording("create x", "write x abc", "sync x", "create y", "sync .", "say end")
+    assert explore(synced, "weakest", lambda *_: "wrong", folder, beyond=synced).num_trees == 0
+    less = synced.without("x")
+    for model, durable_at in (("weakest", synced.durable_at), ("journal", synced.in_journal_at)):
 
         def loses_more(state: State, durable_at: Sequence[float] = durable_at) -> bool:
             return any(at <= state.moment and number not in state.changes for number, at in enumerate(durable_at))
 
-        beyond = [*states(less, model, beyond=made)]
+        beyond = [*states(less, model, beyond=synced)]
         assert beyond
         assert all(map(loses_more, beyond))
         moments = [state.moment for state in beyond]
         assert moments == sorted(moments, reverse=True)
-        assert {state.changes for state in filter(loses_more, states(less, model))} <= {
-            state.changes for state in beyond
-        }
+        expected = {state.changes for state in filter(loses_more, states(less, model))}
+        assert expected <= {state.changes for state in beyond}
 
 
 def test_a_promise_that_two_hosts_make_is_one() -> None:
