@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 IN_MEMORY = Path("/dev/shm")
 ATTEMPT = re.compile(r"(?<=/)[abc](?=/|$)")  # as programs name them
 EVERYTHING = Retention(keep_last=99)
+AGAIN_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,17 @@ class Recorded:
         num_random: int = 3,
         stops_at_fault: bool = False,
     ) -> Tally:
-        """Check all states of the program as it is, or those that there are only without one use of fsync."""
+        """Check all states of the program as it is, or those that there are only without one use of fsync.
+
+        Where another attempt follows it does so on one tree in AGAIN_EVERY, and on none to find a fault.
+        """
         recording = self.recording.without(without) if without else self.recording
-        beyond = self.recording if without else None
-        once_more = not without or self.program.again is None
-        check = partial(fault_of, self.program, self.left, once_more=once_more)
+        beyond, trees = self.recording if without else None, count()
+
+        def check(folder: Path, promises: Sequence[str]) -> str:
+            follows = self.program.again is None or (not without and next(trees) % AGAIN_EVERY == 0)
+            return fault_of(self.program, self.left, folder, promises, once_more=follows)
+
         return explore(
             recording, model, check, self.folder, num_random=num_random, stops_at_fault=stops_at_fault, beyond=beyond
         )

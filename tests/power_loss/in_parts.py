@@ -26,7 +26,7 @@ from tests.power_loss.unseen import RACES, UNSEEN
 from tools.power_loss.equivalence import KEY_BYTES, Equivalence, kinds
 from tools.power_loss.states import MODELS, make, states
 
-AGAIN_EVERY = 50  # trees, of programs that another attempt follows
+ANOTHER_EVERY = 50  # trees, of programs that another attempt follows
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Parts:
                 self._seen.add(key)
                 shutil.rmtree(program.folder)
                 make(program.recording.tree(state.changes), program.folder)
-                once_more = program.program.again is None or self.results.trees % AGAIN_EVERY == 0
+                once_more = program.program.again is None or self.results.trees % ANOTHER_EVERY == 0
                 fault = fault_of(program.program, program.left, program.folder, state.promises, once_more=once_more)
                 self.results.add(name, model, calls[state.moment], fault)
                 self.results.once_more += once_more and program.program.is_repeatable

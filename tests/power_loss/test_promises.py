@@ -13,14 +13,8 @@ from tools.power_loss.states import MODELS
 
 NUM_RANDOM = int(os.environ.get("POWER_LOSS_STATES", "3"))  # of each moment, besides those with one change lost or kept
 QUICK = "save", "store"
-LARGE = (
-    "retention",
-    "two jobs that prune",
-    "prune of four",
-    "prune of eight",
-    *(name for name in PROGRAMS if "shards" in name),
-)
-LONG = "eight writers", "preprocess", "tiers", "two jobs", *LARGE
+LARGE = (*(name for name in PROGRAMS if "shards" in name or name.startswith("prune of ")), "retention", *RACES)
+LONG = "eight writers", "preprocess", "tiers", *LARGE
 
 
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
