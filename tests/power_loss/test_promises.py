@@ -36,7 +36,7 @@ def test_every_state_keeps_what_was_promised(name: str) -> None:
 @needs_strace
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # each of the uses that cost nothing is looked for in every state
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in RACES])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in LARGE])
 def test_a_use_of_fsync_that_is_left_out_is_found(name: str) -> None:
     with recorded(name) as program:
         uses = sorted({sync.use for sync in program.recording.syncs})
