@@ -18,9 +18,7 @@ from tools.power_loss.calls import ACKNOWLEDGED, HOST
 
 LAYOUT = ParallelLayout(tp=2)
 ONE_BY_ONE = threading.Lock()
-LOADED: dict[
-    tuple[int, ParallelLayout, bytes], int
-] = {}  # the value of each step that was whole, by all that a load reads
+LOADED: dict[tuple[int, ParallelLayout, bytes], int] = {}  # the values of steps that were whole, by their content
 
 
 def say(text: str) -> None:
