@@ -19,7 +19,8 @@ from datakit.cli import main as datakit_main
 from tests.ckptkit.support.small_steps import save_rank
 from tests.power_loss.folder_programs import FOLDER_PROGRAMS
 from tests.power_loss.program import LAYOUT, Program, say, step_fault
-from tests.power_loss.programs import DOCUMENTS, PROGRAMS
+from tests.power_loss.programs import PROGRAMS
+from tests.power_loss.store_programs import DOCUMENTS
 from tests.support.checks import require
 from threefold.errors import UserError
 from threefold.storage import AlreadyExists, open_storage

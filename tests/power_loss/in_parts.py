@@ -26,6 +26,8 @@ from tests.power_loss.unseen import RACES, UNSEEN
 from tools.power_loss.equivalence import KEY_BYTES, Equivalence, kinds
 from tools.power_loss.states import MODELS, make, states
 
+ANOTHER_EVERY = 50  # trees, of programs that another attempt follows
+
 
 @dataclass
 class Results:
@@ -35,6 +37,7 @@ class Results:
     trees: int = 0
     wrong: int = 0
     states: int = 0
+    once_more: int = 0  # trees on which the work was done once more
     planted: int = 0
     planted_and_not_found: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -100,8 +103,10 @@ class Parts:
                 self._seen.add(key)
                 shutil.rmtree(program.folder)
                 make(program.recording.tree(state.changes), program.folder)
-                fault = fault_of(program.program, program.left, program.folder, state.promises)
+                once_more = program.program.again is None or self.results.trees % ANOTHER_EVERY == 0
+                fault = fault_of(program.program, program.left, program.folder, state.promises, once_more=once_more)
                 self.results.add(name, model, calls[state.moment], fault)
+                self.results.once_more += once_more and program.program.is_repeatable
                 yield key
 
     def _plant(self, program: Recorded, name: str) -> None:

@@ -37,7 +37,7 @@ def test_parts_go_on_and_count_no_tree_twice(tmp_path: Path) -> None:
 
 def test_a_broken_promise_is_counted_with_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(tmp_path / "trees", float("inf"))
-    monkeypatch.setattr(in_parts, "fault_of", lambda program, left, folder, promises: "gone" if promises else "")
+    monkeypatch.setattr(in_parts, "fault_of", lambda *words, once_more: "gone" if words[-1] else "")
     parts.go_on("store", 0)
     results = parts.results
     assert 0 < results.wrong < results.trees

@@ -2,7 +2,7 @@
 
 OLDER = "names what was durable before the program began"
 DEBRIS = "what comes back has no root, and a later prune removes it"
-RACES = ("two jobs",)  # whose files are those of a step is another time
+RACES = ("two jobs", "two jobs that prune")  # whose files are those of a step is another time
 UNSEEN: dict[str, dict[str, str]] = {
     "pin": {".": OLDER, "run": OLDER},
     "prune": {".": OLDER, "run": OLDER, "run/step-#/a": DEBRIS},
@@ -17,4 +17,10 @@ UNSEEN: dict[str, dict[str, str]] = {
         f"archive/.work/.shard-#-#.{kind}.zst.json.#.tmp": "a torn note of a finished file lets it be made once more"
         for kind in ("bin", "idx", "origin")
     },
+}
+UNSEEN |= {
+    "prune of four": UNSEEN["prune"],
+    "prune of eight": UNSEEN["prune"],
+    "preprocess shards": UNSEEN["preprocess"],
+    "archive shards": UNSEEN["archive"],
 }

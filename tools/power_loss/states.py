@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,31 +27,53 @@ class State:
 
     moment: int
     changes: tuple[int, ...]
-    promises: tuple[str, ...]
+    promises: tuple[str, ...]  # each once, sorted
 
 
-def states(recording: Recording, model: str, *, num_random: int = 0, seed: int = 0) -> Iterator[State]:
-    """Draw the states of every moment, each once: all of those with one change lost or one kept, and some others."""
+def states(
+    recording: Recording, model: str, *, num_random: int = 0, seed: int = 0, beyond: Recording | None = None
+) -> Iterator[State]:
+    """Draw the states of every moment, each once: all of those with one change lost or one kept, and some others.
+
+    Those that `beyond`, the same recording with more fsyncs, may leave too are passed over, but for a lost host's. Then
+    the last moments come first: most was promised by then.
+    """
     if model == "hosts":
         yield from _without_a_host(recording, num_random, random.Random(seed))
         return
     rng, seen = random.Random(seed), set[tuple[tuple[int, ...], int]]()
-    durable_at = recording.durable_at if model == "weakest" else recording.in_journal_at
+    durable_at = _durable_at(recording, model)
+    durable_there = durable_at if beyond is None else _durable_at(beyond, model)
     moments = sorted(
         {moment for each in (*recording.changes, *recording.syncs) for moment in (each.began, each.ended)}
-        | {moment for moment, *_ in recording.promises}
+        | {moment for moment, *_ in recording.promises},
+        reverse=beyond is not None,
     )
     for moment in moments:
         began = [number for number, change in enumerate(recording.changes) if change.began <= moment]
         sure = frozenset(number for number in began if durable_at[number] <= moment)
         unsure = [number for number in began if number not in sure]
-        promises = tuple(text for since, text, _ in recording.promises if since <= moment)
+        sure_there = {number for number in unsure if durable_there[number] <= moment}
+        if beyond and not sure_there:
+            continue
+        promises = _told_apart(text for since, text, _ in recording.promises if since <= moment)
         draw = _weakest if model == "weakest" else _journal
         for chosen in draw(recording, unsure, num_random, rng):
+            if beyond and sure_there <= chosen:
+                continue
             numbers = tuple(number for number in began if number in sure or number in chosen)
             if (numbers, len(promises)) not in seen:
                 seen.add((numbers, len(promises)))
                 yield State(moment, numbers, promises)
+
+
+def _durable_at(recording: Recording, model: str) -> tuple[float, ...]:
+    return recording.in_journal_at if model == "journal" else recording.durable_at
+
+
+def _told_apart(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return each promise once, in an order that is the same whoever was first to make it."""
+    return tuple(sorted({*texts}))
 
 
 def _weakest(
@@ -81,7 +103,7 @@ def _without_a_host(recording: Recording, num_random: int, rng: random.Random) -
             others = tuple(sync for sync in recording.syncs if sync.host != host or sync.ended <= moment)
             durable_at = replace(recording, syncs=others).durable_at
             unsure = [number for number in own if durable_at[number] == math.inf]
-            promises = tuple(text for at, text, of in recording.promises if of != host or at <= moment)
+            promises = _told_apart(text for at, text, of in recording.promises if of != host or at <= moment)
             for chosen in _weakest(recording, unsure, num_random, rng):
                 yield State(moment, tuple(sorted(everything - {*unsure} | chosen)), promises)
 
@@ -125,16 +147,15 @@ def explore(
     num_random: int = 0,
     seed: int = 0,
     stops_at_fault: bool = False,
-    seen: set[bytes] | None = None,
+    beyond: Recording | None = None,
 ) -> Tally:
     """Check every tree that a loss of power may leave, each once for what had been promised.
 
-    Each is made where the folder was recorded, as of two days ago, and should be in memory. Those that were `seen` are
-    passed over, and others are added there.
+    Each is made where the folder was recorded, as of two days ago, and should be in memory. Those that the recording
+    `beyond` may leave too are passed over.
     """
-    seen = set() if seen is None else seen
-    num_states, num_before, faults = 0, len(seen), dict[str, int]()
-    for state in states(recording, model, num_random=num_random, seed=seed):
+    num_states, seen, faults = 0, set[bytes](), dict[str, int]()
+    for state in states(recording, model, num_random=num_random, seed=seed, beyond=beyond):
         num_states += 1
         tree = recording.tree(state.changes)
         key = _key(tree, state.promises)
@@ -148,7 +169,7 @@ def explore(
             faults.setdefault(fault, state.moment)
             if stops_at_fault:
                 break
-    return Tally(num_states, len(seen) - num_before, faults)
+    return Tally(num_states, len(seen), faults)
 
 
 def _key(tree: Tree, promises: Sequence[str]) -> bytes:
@@ -167,8 +188,9 @@ def make(tree: Tree, folder: Path) -> None:
     then = time.time() - AGE_S
     for path, content in tree.items():
         if content is None:
-            (folder / path).mkdir()
+            os.mkdir(f"{folder}/{path}")
         else:
-            (folder / path).write_bytes(content)
+            with open(f"{folder}/{path}", "wb", buffering=0) as file:
+                file.write(content)
     for path in reversed(tree):
-        os.utime(folder / path, (then, then))
+        os.utime(f"{folder}/{path}", (then, then))

@@ -1,6 +1,7 @@
 """Trees in which no reader sees a difference have one key, and no others."""
 
-from tests.tools.power_loss.test_states import recording
+from tests.tools.power_loss.test_states import ROOT, recording
+from tools.power_loss.calls import Call
 from tools.power_loss.equivalence import Equivalence, kinds
 from tools.power_loss.states import State
 
@@ -27,6 +28,25 @@ def test_what_a_temporary_file_holds_makes_none_and_that_it_is_there_does() -> N
     assert key(lines, 0) == key(lines, 0, 1, 2)
     assert key(lines) != key(lines, 0)
     assert key(lines, 0, 1, 2, 3) != key(lines, 0, 3), "under its name it is read"
+
+
+def test_of_temporary_files_in_a_folder_one_is_as_good_as_two() -> None:
+    lines = ["mkdir d", *(f"create {name}.{FIRST}.tmp" for name in (".x", ".y", "d/.x"))]
+    assert key(lines, 0, 1) == key(lines, 0, 2) == key(lines, 0, 1, 2)
+    assert len({key(lines, 0), key(lines, 0, 1), key(lines, 0, 3), key(lines, 0, 1, 3)}) == 4
+
+
+def test_a_file_is_known_by_who_made_it_and_a_folder_is_not() -> None:
+    def keys(*hosts: str) -> list[bytes]:
+        folder = Call("mkdir", 0, 0, f"{ROOT}/d", host=hosts[0])
+        hidden = [f"{ROOT}/d/.x.{random}.tmp" for random in (FIRST, SECOND)]
+        made = [Call("create", 1 + at, 1 + at, hidden[at], host=host) for at, host in enumerate(hosts)]
+        named = [Call("rename", 3 + at, 3 + at, path, f"{ROOT}/d/x") for at, path in enumerate(hidden)]
+        trees = Equivalence(recording(folder, *made, *named), "one")
+        return [trees.key(State(0, (0, 1, 2, number), ())) for number in (3, 4)]
+
+    assert keys("a", "b") == keys("b", "a")[::-1]
+    assert len({*keys("a", "b")}) == 2
 
 
 def test_lost_bytes_promises_and_programs_make_a_difference() -> None:

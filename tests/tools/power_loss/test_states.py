@@ -6,9 +6,10 @@ from pathlib import Path
 
 from tools.power_loss.calls import Call
 from tools.power_loss.disk import BLOCK, Recording, Tree, replay, tree_of
-from tools.power_loss.states import explore, states
+from tools.power_loss.states import State, explore, states
 
 ROOT = "/disk"
+SAID = ((b"b", "one"), (b"b", "two"), (b"a", "two"))
 
 
 def call(number: int, line: str) -> Call:
@@ -116,11 +117,27 @@ def test_a_lost_host_takes_what_nobody_synced_and_the_others_go_on() -> None:
     assert half not in drawn(Call("sync", 3, 3, ROOT, host="b")), "the other made durable what it relied on"
 
 
-def test_trees_that_were_seen_are_passed_over(tmp_path: Path) -> None:
-    folder, seen = tmp_path / "disk", set[bytes]()
+def test_states_beyond_a_recording_are_those_that_it_cannot_leave(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
     folder.mkdir()
-    made = recording("create x", "write x abc", "sync x", "sync .", "say end")
-    first = explore(made, "weakest", lambda *_: "", folder, seen=seen)
-    assert first.num_trees == len(seen) > 1
-    assert explore(made, "weakest", lambda *_: "wrong", folder, seen=seen).num_trees == 0
-    assert explore(made.without("x"), "weakest", lambda *_: "wrong", folder, seen=seen).faults.keys() == {"wrong"}
+    synced = recording("create x", "write x abc", "sync x", "create y", "sync .", "say end")
+    assert explore(synced, "weakest", lambda *_: "wrong", folder, beyond=synced).num_trees == 0
+    less = synced.without("x")
+    for model, durable_at in (("weakest", synced.durable_at), ("journal", synced.in_journal_at)):
+
+        def loses_more(state: State, durable_at: Sequence[float] = durable_at) -> bool:
+            return any(at <= state.moment and number not in state.changes for number, at in enumerate(durable_at))
+
+        beyond = [*states(less, model, beyond=synced)]
+        assert beyond
+        assert all(map(loses_more, beyond))
+        moments = [state.moment for state in beyond]
+        assert moments == sorted(moments, reverse=True)
+        expected = {state.changes for state in filter(loses_more, states(less, model))}
+        assert expected <= {state.changes for state in beyond}
+
+
+def test_a_promise_that_two_hosts_make_is_one() -> None:
+    said = [Call("say", 1 + at, 1 + at, data=text, host=host) for at, (text, host) in enumerate(SAID)]
+    made = recording(Call("create", 0, 0, f"{ROOT}/x"), *said)
+    assert [*dict.fromkeys(state.promises for state in states(made, "weakest"))] == [(), ("b",), ("a", "b")]
