@@ -30,7 +30,9 @@ def main() -> int:
     add_option(parser)
     arguments = parser.parse_intermixed_args()
     words = [arguments.folder, *arguments.names, "--minutes", arguments.minutes, "--random", arguments.random]
-    subprocess.run([sys.executable, "-m", "tests.power_loss.in_parts", *words], cwd=ROOT, check=True)
+    done = subprocess.run([sys.executable, "-m", "tests.power_loss.in_parts", *words], cwd=ROOT, check=False)
+    if done.returncode:
+        return done.returncode
     results = json.loads((arguments.folder / "results.json").read_text())
     print("| program | trees |", " | ".join((*MODELS, *CALLS)), "|")
     print("|---" * (2 + len(MODELS) + len(CALLS)) + "|")

@@ -126,6 +126,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--random", type=int, default=20, help="states at random of each moment")
     arguments = parser.parse_intermixed_args()
+    if unknown := sorted({*arguments.names} - PROGRAMS.keys()):
+        parser.error(f"no program is named {', '.join(unknown)}")
     parts, names = Parts(arguments.folder, time.monotonic() + 60 * arguments.minutes), arguments.names or [*PROGRAMS]
     while not parts.is_over:
         parts.go_on(names[parts.results.parts % len(names)], arguments.random)

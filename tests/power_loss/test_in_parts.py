@@ -43,3 +43,10 @@ def test_a_broken_promise_is_counted_with_its_program(tmp_path: Path, monkeypatc
     assert 0 < results.wrong < results.trees
     assert sum(results.faults.values()) == results.wrong
     assert all(name.startswith("store, ") for name in results.faults)
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.power_loss.in_parts", tmp_path / "trees", "none of them"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert (done.returncode, "no program is named none of them" in done.stderr) == (2, True)
+    assert not (tmp_path / "trees").exists()
